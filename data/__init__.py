@@ -1,0 +1,1 @@
+"""Labelled sets built from registry packages, and the run folder."""

@@ -1,0 +1,1 @@
+"""Plotly figures from tables and tensors; no model."""

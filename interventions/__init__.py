@@ -1,0 +1,1 @@
+"""Edits and controllers over the taps of microtome.capture. Nothing here yet."""

@@ -1,0 +1,1 @@
+"""Hidden states to vocabulary, and linear maps between depths. Nothing here yet."""

@@ -1,0 +1,1 @@
+"""Linear probes over activations: batched solvers, grouped splits, controls, sweeps."""
