@@ -1,0 +1,263 @@
+"""What a model is made of, as found by `dissect` and proved on the model at hand.
+
+An `Anatomy` is data only: where each site is tapped (`Tap`), how its value lies in the tapped tensor
+(`HeadColumns`), which blocks and contributions there are, and the record of every identity that was
+checked. `microtome.capture.taps` acts on it, `microtome.capture.dissect` and `proof` make it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pandas as pd
+from torch import Tensor
+
+from microtome.capture.batches import PaddingRecipe
+from microtome.capture.sites import KINDS, Site, near_matches
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where in the running model a tensor passes by.
+
+    Attributes:
+        module: dotted path of the module.
+        side: "in" (its argument), "out" (its output) or "seam" (transformers' attention interface, called by it).
+        slot: for "in" the argument's index or keyword; for "out" the element of a tuple or list, None when the
+            output is the tensor itself; for "seam" one of "q" "k" "v" "z" "pattern".
+    """
+
+    module: str
+    side: Literal["in", "out", "seam"]
+    slot: int | str | None = None
+
+
+@dataclass(frozen=True)
+class HeadColumns:
+    """How heads lie in the last axis of a tapped tensor, once axes after (batch, position) are flattened.
+
+    Attributes:
+        columns: `[head, d_head]` int64, the flat column of each head's each coordinate.
+    """
+
+    columns: Tensor
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return self.columns.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Width of one head."""
+        return self.columns.shape[1]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """How one whole site (all heads) is read and written.
+
+    Attributes:
+        site: the site, without a head.
+        point: where its tensor passes by.
+        heads: layout of heads in that tensor; None where the site has no heads, or the tensor already is
+            `[batch, head, position, d_head]` at the seam.
+        head_count: number of heads (key-value heads for k, v, k_rot); None where the site has none.
+        width: size of the value's last axis; 0 where it depends on the text (pattern).
+        through: for `head_out` the output projection's path; for a `resid_mid` that is only read where the MLP
+            reads it, the site whose edit stands for it. None otherwise.
+        factor: for `through` sites, the factor with which the contribution enters the stream.
+    """
+
+    site: Site
+    point: Point
+    heads: HeadColumns | None = None
+    head_count: int | None = None
+    width: int = 0
+    through: str | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One term added to the residual stream of a block.
+
+    Attributes:
+        role: "mixer" if it moves information between positions, "mlp" if not.
+        point: the module output that is this very term.
+        factor: the number it is multiplied by before it is added.
+        projection: path of the last linear map before the term leaves, None if there is none.
+    """
+
+    role: Literal["mixer", "mlp"]
+    point: Point
+    factor: float
+    projection: str | None
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One step of the trunk from a block's input to its output.
+
+    Attributes:
+        step: "add" a contribution, "scale" by a number, or "norm" by a module.
+        contribution: index into the block's contributions, for "add".
+        factor: the number, for "scale", and the contribution's factor, for "add".
+        module: path of the norm, for "norm".
+    """
+
+    step: Literal["add", "scale", "norm"]
+    contribution: int | None = None
+    factor: float = 1.0
+    module: str | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: `resid_post` is its hops applied to `resid_pre`.
+
+    Attributes:
+        path: dotted path of its module.
+        entry: where the stream comes in.
+        exit: where it leaves.
+        contributions: its terms, in the order in which they are computed.
+        hops: the trunk from entry to exit; empty when it could not be walked.
+        seams: paths of the modules of this block that call transformers' attention interface.
+        is_parallel: whether the MLP reads the same stream as the mixer, so that there is no stream between them.
+    """
+
+    path: str
+    entry: Point
+    exit: Point
+    contributions: tuple[Contribution, ...] = ()
+    hops: tuple[Hop, ...] = ()
+    seams: tuple[str, ...] = ()
+    is_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One checked statement: name, site it is about, measured error, its limit, and whether it held."""
+
+    name: str
+    site: str
+    error: float
+    limit: float
+    holds: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model's parts, its offered sites, and the proof.
+
+    Attributes:
+        model_class: name of the model's class.
+        blocks: the blocks of the main stack in order.
+        d_model: width of the residual stream.
+        taps: every offered site (without heads) and how it is tapped.
+        unavailable: sites that are not offered, each with the reason.
+        proof: every identity that was checked.
+        padding: the first padding recipe that passed, None if none did.
+        padding_errors: relative error of each tried recipe, padded against alone.
+        final_norm: path of the norm before the unembedding, None if there is none.
+        unembedding: path of the linear map to the vocabulary, None if the model has none.
+        logits_factor: number by which the unembedding's output is multiplied to give the logits.
+        logits_cap: c in `c tanh(x / c)`, None without a cap.
+        seconds: time that discovery and proof took.
+    """
+
+    model_class: str
+    blocks: tuple[Block, ...]
+    d_model: int
+    taps: dict[Site, Tap]
+    unavailable: dict[Site, str] = field(default_factory=dict)
+    proof: tuple[Identity, ...] = ()
+    padding: PaddingRecipe | None = None
+    padding_errors: dict[str, float] = field(default_factory=dict)
+    final_norm: str | None = None
+    unembedding: str | None = None
+    logits_factor: float = 1.0
+    logits_cap: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def sites(self) -> list[Site]:
+        """Every offered site without heads, in the order of the forward pass's kinds and layers."""
+        order = list(KINDS)
+        return sorted(
+            self.taps, key=lambda s: (s.stack, order.index(s.kind), -1 if s.layer is None else s.layer, s.call or 0)
+        )
+
+    def tap(self, name: "str | tuple | Site") -> Tap:
+        """The tap of one site; a head in the name is checked but not part of the answer.
+
+        Raises:
+            KeyError: not offered on this model (with the reason), or unknown (with near matches).
+            IndexError: layer or head out of range.
+        """
+        site = Site.parse(name)
+        if (tap := self.taps.get(site.whole)) is None:
+            self._refuse(site)
+        if site.head is not None and not 0 <= site.head < (tap.head_count or 0):
+            raise IndexError(
+                f"{site}: head {site.head} is out of range. {site.whole} has {tap.head_count} heads, 0 to "
+                f"{(tap.head_count or 0) - 1}{' (key-value heads)' if site.kind in ('k', 'v', 'k_rot') else ''}."
+            )
+        return tap
+
+    def expand(self, names: "Iterable[str | tuple | Site] | str | tuple | Site") -> list[Site]:
+        """Every single site that the names stand for: a kind without layer stands for all layers that offer it.
+
+        Raises:
+            KeyError: a name stands for nothing on this model.
+            ValueError: a site is asked for twice, or both whole and by head.
+        """
+        if isinstance(names, (str, Site)) or (
+            isinstance(names, tuple) and names and all(isinstance(n, int) for n in names[1:])
+        ):
+            names = [names]
+        expanded: list[Site] = []
+        for name in names:
+            site = Site.parse(name)
+            if KINDS[site.kind].per_layer and site.layer is None:
+                found = [s for s in self.sites if s.kind == site.kind and s.stack == site.stack]
+                if not found:
+                    self._refuse(site)
+                expanded += found
+            else:
+                self.tap(site)
+                expanded.append(site)
+        if twice := sorted({str(s) for s in expanded if expanded.count(s) > 1}):
+            raise ValueError(f"Sites asked for twice: {', '.join(twice)}. Name each site once.")
+        if both := sorted({str(s) for s in expanded if s.head is not None and s.whole in expanded}):
+            raise ValueError(
+                f"{', '.join(both)}: the whole site is asked for as well and has this head. Name one of them."
+            )
+        return expanded
+
+    def proof_table(self) -> pd.DataFrame:
+        """The proof as a table: identity, site, error, limit, holds, note."""
+        return pd.DataFrame([vars(identity) for identity in self.proof])
+
+    def _refuse(self, site: Site) -> None:
+        for known, reason in self.unavailable.items():
+            same_layer = known.layer in (None, site.layer)
+            if known.kind == site.kind and known.stack == site.stack and same_layer:
+                raise KeyError(f"{site} is not available on this {self.model_class}: {reason}")
+        offered = [s for s in self.taps if s.kind == site.kind and s.stack == site.stack]
+        if offered and site.layer is not None and site.layer >= self.layers:
+            raise IndexError(
+                f"{site}: layer {site.layer} is out of range. This {self.model_class} has {self.layers} layers, 0 to {self.layers - 1}."
+            )
+        stacks = sorted({s.stack for s in self.taps if s.stack != site.stack and s.kind == site.kind})
+        hint = f"Name a stack: {', '.join(f'{s}.{site.kind}' for s in stacks)}. " if stacks else ""
+        raise KeyError(
+            f"This {self.model_class} offers no site {str(site)!r}. {hint}{near_matches(str(site), map(str, self.taps))} "
+            f"Kinds on offer: {', '.join(dict.fromkeys(s.kind for s in self.sites))}."
+        )
