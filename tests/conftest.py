@@ -89,7 +89,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def perturb(model: nn.Module, seed: int) -> None:
-    """Add noise of standard deviation 0.2 to every parameter in place: enough for attention that is far from uniform."""
+    """Add noise of standard deviation 0.2 to every parameter, in place: attention is then far from uniform."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
