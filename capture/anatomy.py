@@ -86,13 +86,13 @@ class Contribution:
         role: "mixer" if it moves information between positions, "mlp" if not.
         point: the module output that is this very term.
         factor: the number it is multiplied by before it is added.
-        projection: path of the last linear map before the term leaves, None if there is none.
+        projection: the input of the last linear map before the term leaves, None if there is none.
     """
 
     role: Literal["mixer", "mlp"]
     point: Point
     factor: float
-    projection: str | None
+    projection: Point | None
 
 
 @dataclass(frozen=True)

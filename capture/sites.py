@@ -26,7 +26,7 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "embed": Kind(False, False, "batch position d_model", "output of the token embedding, before any scale or norm"),
+    "embed": Kind(False, False, "batch position d_model", "output of the token embedding module"),
     "resid_pre": Kind(True, False, "batch position d_model", "residual stream entering a block"),
     "resid_mid": Kind(True, False, "batch position d_model", "residual stream between mixer and MLP"),
     "resid_post": Kind(True, False, "batch position d_model", "residual stream leaving a block"),

@@ -1,0 +1,217 @@
+"""Find a transformer's parts by the data flow of one recorded forward, and prove them before they are offered.
+
+`dissect(model)` needs no list of model names and no attribute paths by family: blocks are a chain on the op
+graph, contributions and factors come from walking the residual trunk, mixer and MLP are told apart by moving one position,
+head layouts and q, k, v columns by matching values at transformers' attention interface. Then every identity is
+checked on a second batch with ordinary hooks (`microtome.capture.proof`); only what holds is offered.
+"""
+
+import inspect
+import time
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from microtome.capture.anatomy import Anatomy, Point, Tap
+from microtome.capture.block_parts import block_parts
+from microtome.capture.head_layout import SeamRecord
+from microtome.capture.models import LoadedModel
+from microtome.capture.opgraph import OpGraph, elements
+from microtome.capture.padding import LIMIT, call_options, padding_errors
+from microtome.capture.proof import Proof
+from microtome.capture.seam_record import recorded_seam_calls
+from microtome.capture.sites import Site
+from microtome.capture.tail import Tail, find_tail, token_embedding
+from microtome.capture.trunk import Chain, Norms, find_chains
+
+_KNOWN: "WeakKeyDictionary[nn.Module, Anatomy]" = WeakKeyDictionary()
+
+
+class NotDissectable(ValueError):
+    """A model in which no residual stream could be found; the message says what was looked for."""
+
+
+def dissect(model: "nn.Module | LoadedModel", *, again: bool = False) -> Anatomy:
+    """The proved anatomy of a model: its blocks, its offered sites and the record of every identity.
+
+    The first call runs a handful of forwards on random tokens; the result is kept for as long as the module lives.
+
+    Args:
+        model: a transformers model, loaded or held; it is left exactly as it was.
+        again: forget what is known of this module and start over (after its weights or structure changed).
+
+    Raises:
+        NotDissectable: in training mode, not deterministic, without token ids as input, or without a chain of blocks.
+    """
+    module = model.module if isinstance(model, LoadedModel) else model
+    if again or module not in _KNOWN:
+        with torch.no_grad():
+            _KNOWN[module] = _dissect(module)
+    return _KNOWN[module]
+
+
+def _dissect(model: nn.Module) -> Anatomy:
+    if model.training:
+        raise NotDissectable(f"{type(model).__name__} is in training mode; call model.eval() first.")
+    started = time.perf_counter()
+    batches = probe_batches(model)
+    graph, seams = _recorded(model, batches[0])
+    chain = _main_chain(graph)
+    norms = Norms()
+    parts = [block_parts(graph, chain, k, seams, norms) for k in range(len(chain.calls))]
+    tail = find_tail(graph, chain, norms)
+    embedding = token_embedding(graph, batches[0]["input_ids"])
+    taps = [tap for part in parts for tap in part.taps] + _whole_model_taps(graph, tail, embedding)
+    proof = Proof(model, [part.block for part in parts], taps, tail, batches[1])
+    unavailable = {site: reason for part in parts for site, reason in part.unavailable.items()}
+    unavailable |= _whole_model_refusals(tail, embedding)
+    offered = {}
+    for tap in taps:
+        if reason := _refusal(tap, proof):
+            unavailable[tap.site] = reason
+        else:
+            offered[tap.site] = tap
+    rows = zip(batches[1]["input_ids"], batches[1]["attention_mask"], strict=True)
+    sequences = [ids[mask.bool()] for ids, mask in rows]
+    errors = padding_errors(model, parts[-1].block.exit, sequences, pad_id=int(batches[1]["input_ids"][0, 0]))
+    return Anatomy(
+        model_class=type(model).__name__,
+        blocks=tuple(part.block for part in parts),
+        d_model=graph.nodes[chain.exit_node(graph, 0)].value.shape[-1],
+        taps=offered,
+        unavailable=unavailable,
+        proof=tuple(proof.record),
+        padding=next((recipe for recipe, error in errors.items() if error <= LIMIT), None),
+        padding_errors={f"{r.side} side, position ids {r.position_ids}": e for r, e in errors.items()},
+        final_norm=tail.norm.module if tail.norm else None,
+        unembedding=tail.unembedding,
+        logits_factor=tail.factor,
+        logits_cap=tail.cap,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two batches of random token ids, three texts of unequal length each, right-padded under an explicit mask.
+
+    Batch and length differ from every small number in the model's shapes, so that axes can be told apart by size.
+
+    Raises:
+        NotDissectable: the model does not take token ids, or has no token embedding.
+    """
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if embedding is None or "input_ids" not in inspect.signature(model.forward).parameters:
+        raise NotDissectable(f"{type(model).__name__} does not take token ids; only models of text can be dissected.")
+    sizes = {n for p in model.parameters() for n in p.shape}
+    sizes |= {n for n in vars(getattr(model, "config", embedding)).values() if isinstance(n, int)}
+    length = next(n for n in (11, 13, 17, 19, 23) if n not in sizes)
+    vocabulary = embedding.weight.shape[0]
+    batches = []
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(min(3, vocabulary - 1), vocabulary, (3, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1, length - 4 :] = 0
+        mask[2, length - 2 :] = 0
+        device = embedding.weight.device
+        batches.append({"input_ids": ids.to(device), "attention_mask": mask.to(device)})
+    return batches[0], batches[1]
+
+
+def _recorded(model: nn.Module, batch: dict[str, Tensor]) -> tuple[OpGraph, list[SeamRecord]]:
+    options = call_options(model)
+    first, second = (_first_tensor(model(**batch, **options)) for _ in range(2))
+    if not torch.equal(first, second):
+        raise NotDissectable(
+            f"{type(model).__name__} gives two results for the same input (largest difference "
+            f"{float((first - second).abs().max()):.3g}), so nothing can be proved. Switch its randomness off."
+        )
+    with recorded_seam_calls(model) as calls, OpGraph(model) as graph:
+        model(**batch, **options)
+        seams = [
+            SeamRecord(path, *(graph.node_of(t) for t in (c.query, c.key, c.value, c.z)))
+            for path, made in calls.items()
+            for c in made
+        ]
+    return graph, seams
+
+
+def _first_tensor(output: object) -> Tensor:
+    return next(t for _, t in elements(output) if t.is_floating_point())
+
+
+def _main_chain(graph: OpGraph) -> Chain:
+    """The heaviest chain of blocks whose end reaches the model's output."""
+    output = next(n for n in graph.calls[0].outputs.values() if graph.nodes[n].value.is_floating_point())
+    needed = {node.index for node in graph.ancestors(output)}
+    for chain in find_chains(graph):
+        end = chain.exit_node(graph, len(chain.calls) - 1)
+        paths = [graph.calls[i].path for i in chain.calls]
+        if end in needed and graph.nodes[end].value.ndim == 3:
+            if len(set(paths)) < len(paths):
+                raise NotDissectable(f"{paths[0]} runs several times in one forward; shared blocks are not opened yet.")
+            return chain
+    raise NotDissectable(
+        f"{type(graph.model).__name__} has no chain of blocks: modules of one class in one container, each of which "
+        "takes the tensor that the one before returned, on the way to the output."
+    )
+
+
+def _whole_model_taps(graph: OpGraph, tail: Tail, embedding: Point | None) -> list[Tap]:
+    width = lambda point: next(  # noqa: E731
+        graph.nodes[c.outputs[point.slot]].value.shape[-1] for c in graph.calls if c.path == point.module
+    )
+    taps = []
+    if embedding is not None:
+        taps.append(Tap(Site("embed"), embedding, width=width(embedding)))
+    if tail.norm is not None:
+        taps.append(Tap(Site("final_norm"), tail.norm, width=width(tail.norm)))
+    if tail.unembedding is not None:
+        taps.append(Tap(Site("logits"), tail.output, width=width(tail.output)))
+    return taps
+
+
+def _whole_model_refusals(tail: Tail, embedding: Point | None) -> dict[Site, str]:
+    refusals = {}
+    if embedding is None:
+        refusals[Site("embed")] = "no embedding op looks the token ids up"
+    if tail.norm is None:
+        refusals[Site("final_norm")] = tail.reason or "the unembedding reads the last block's output as it is"
+    if tail.unembedding is None:
+        refusals[Site("logits")] = tail.reason
+    return refusals
+
+
+# which identities (at which site) a kind rests on; {k} is the layer
+_RESTS_ON = {
+    "resid_mid": [("sum", "resid_post.{k}"), ("edit", "attn_out.{k}")],
+    "attn_out": [("sum", "resid_post.{k}"), ("edit", "attn_out.{k}"), ("not empty", "attn_out.{k}")],
+    "mlp_out": [("sum", "resid_post.{k}"), ("edit", "mlp_out.{k}"), ("not empty", "mlp_out.{k}")],
+    "mlp_act": [("sum", "resid_post.{k}"), ("edit", "mlp_out.{k}")],
+    "z": [("head sum", "z.{k}")],
+    "head_out": [("head sum", "z.{k}")],
+}
+
+
+def _refusal(tap: Tap, proof: Proof) -> str:
+    """Why a site is not offered, or an empty string if every identity it rests on held."""
+    kind, k = tap.site.kind, tap.site.layer
+    rests_on = [(name, site.format(k=k)) for name, site in _RESTS_ON.get(kind, [])]
+    if tap.point.side != "seam":
+        rests_on.append(("fires", proof.label(tap.point)))
+    else:
+        rests_on.append(("fires", f"attention interface of {tap.point.module}"))
+    if kind in ("z", "head_out"):
+        rests_on += [(i.name, i.site) for i in proof.record if i.name == "head causality" and i.site.startswith(f"z.{k}.")]
+        if tap.point.side == "seam":
+            rests_on.append(("seam parity", f"z.{k}"))
+    if kind in ("q", "k", "v") and tap.heads is not None:
+        rests_on += [(i.name, i.site) for i in proof.record if i.name == f"{kind} edit" and i.site.startswith(f"{kind}.{k}.")]
+    if kind in ("k", "v", "k_rot", "pattern"):
+        rests_on += [(i.name, i.site) for i in proof.record if i.name == "key groups" and i.site.startswith(f"k.{k}.")]
+    if tap.point.side == "seam":
+        rests_on.append(("seam parity", "logits"))
+    if kind == "resid_post" and k is not None:
+        rests_on += [(i.name, i.site) for i in proof.record if i.name == "chain" and i.site == f"resid_post.{k}"]
+    return "; ".join(proof.failure(name, site) for name, site in rests_on if not proof.holds(name, site))

@@ -1,0 +1,308 @@
+"""The identities that a site rests on, checked on a second batch with ordinary hooks.
+
+    fires          every tapped module runs exactly once in a forward
+    chain          resid_post.k is resid_pre.k+1, bit for bit
+    sum            resid_post = trunk(resid_pre, contributions), with the factors that were found
+    edit           replacing the contributions by their values, one of them changed at random, gives what the formula says
+    not empty      a contribution is at least 1e-3 of the stream, so that nothing above holds vacuously
+    head sum       sum over heads of z_h W_O^h, plus the bias, is the output projection's output
+    head causality halving one head's queries (or its pattern) moves that head's columns of z and no others
+    key groups     halving key head j moves z of the query heads j g .. j g + g - 1 and of no others
+    q, k, v edit   changing the columns of one head changes that head at the attention interface, and no other
+    seam parity    with the interface observed the logits are bit-identical, and its z is the projection's input
+    tail           unembedding(final norm(last stream)), with factor and cap, is the logits
+    null edit      with every hook handing on its value plus zero the output is bit-identical
+
+Limits: exact where bits must agree, 1e-5 (sums) and 1e-4 (edits) of the largest value at the same position in
+float32 and float64, 2e-2 in half precision. Wrong sites miss by 0.1 and more.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from microtome.capture.anatomy import Block, HeadColumns, Identity, Point, Tap
+from microtome.capture.attention_seam import SeamCall
+from microtome.capture.opgraph import elements, map_tensors
+from microtome.capture.padding import call_options
+from microtome.capture.plain_hooks import plain_hooks
+from microtome.capture.seam_record import recorded_seam_calls
+from microtome.capture.sites import Site
+from microtome.capture.tail import Tail
+
+
+class Proof:
+    """Runs the identities of a model once; `record` holds them all.
+
+    Attributes:
+        record: every identity that was checked, in order.
+    """
+
+    def __init__(self, model: nn.Module, blocks: list[Block], taps: list[Tap], tail: Tail, batch: dict[str, Tensor]):
+        self.model, self.blocks, self.tail, self.batch = model, blocks, tail, batch
+        self.record: list[Identity] = []
+        self.points = list(dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side != "seam")]))
+        self.taps = {tap.site: tap for tap in taps}
+        self.sums, self.edits = (1e-5, 1e-4) if _is_full(model) else (2e-2, 2e-2)
+        self._forward()
+        self._check_whole()
+        for k in range(len(blocks)):
+            self._check_block(k)
+            self._check_heads(k)
+        self._check_tail()
+
+    def holds(self, name: str, site: str) -> bool:
+        """Whether an identity was checked at a site and held."""
+        return any(i.holds for i in self.record if i.name == name and i.site == site)
+
+    def failure(self, name: str, site: str) -> str:
+        """One sentence on why an identity does not hold at a site."""
+        for i in self.record:
+            if i.name == name and i.site == site and not i.holds:
+                return f"identity '{name}' misses by {i.error:.2g} (limit {i.limit:.0e}){': ' + i.note if i.note else ''}"
+        return f"identity '{name}' could not be checked"
+
+    def label(self, point: Point) -> str:
+        """How a point is named in the record."""
+        return f"{point.module or 'model'} {point.side}{'' if point.slot is None else f' {point.slot}'}"
+
+    def _stream_points(self) -> list[Point]:
+        points = []
+        for block in self.blocks:
+            points += [block.entry, block.exit, *(c.point for c in block.contributions)]
+            points += [c.projection for c in block.contributions if c.projection is not None]
+        return points
+
+    def _note(self, name: str, site: object, error: float, limit: float, note: str = "") -> None:
+        self.record.append(Identity(name, str(site), float(error), limit, bool(error <= limit), note))
+
+    def _forward(self) -> None:
+        """One plain forward, one with every hook handing on its value plus zero, and one with the seam observed."""
+        options = call_options(self.model)
+        self.values: dict[Point, Tensor] = {}
+        self.counts = dict.fromkeys(self.points, 0)
+        self.arguments: dict[str, tuple[tuple, dict]] = {}
+
+        def keep(point: Point) -> Callable[[Tensor], Tensor]:
+            def hook(x: Tensor) -> Tensor:
+                self.values[point] = x.detach().clone()
+                self.counts[point] += 1
+                return x + 0
+
+            return hook
+
+        def keep_arguments(path: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+                self.arguments[path] = map_tensors((args, dict(kwargs)), lambda t: t.detach().clone())
+
+            return hook
+
+        self.plain = self._output(self.model(**self.batch, **options))
+        handles = [
+            self.model.get_submodule(b.path).register_forward_pre_hook(keep_arguments(b.path), with_kwargs=True)
+            for b in self.blocks
+        ]
+        with plain_hooks(self.model, {point: keep(point) for point in self.points}):
+            hooked = self._output(self.model(**self.batch, **options))
+        for handle in handles:
+            handle.remove()
+        self._note("null edit", "logits", _largest(hooked - self.plain), 0.0)
+        with recorded_seam_calls(self.model) as self.seams:
+            observed = self._output(self.model(**self.batch, **options))
+        self._note("seam parity", "logits", _largest(observed - self.plain), 0.0)
+
+    def _output(self, output: Any) -> Tensor:
+        return dict(elements(output))[self.tail.output.slot].detach().clone()
+
+    def _check_whole(self) -> None:
+        for point, count in self.counts.items():
+            self._note("fires", self.label(point), abs(count - 1), 0.0, f"{count} calls in one forward")
+        for k, (a, b) in enumerate(zip(self.blocks, self.blocks[1:], strict=False)):
+            self._note("chain", f"resid_post.{k}", _largest(self.values[a.exit] - self.values[b.entry]), 0.0)
+
+    def _formula(self, block: Block, entry: Tensor, contributions: list[Tensor]) -> Tensor:
+        x = entry
+        for hop in block.hops:
+            if hop.step == "add":
+                x = x + hop.factor * contributions[hop.contribution].reshape(x.shape)
+            elif hop.step == "scale":
+                x = x * hop.factor
+            else:
+                x = self.model.get_submodule(hop.module)(x)
+        return x
+
+    def _replay(self, block: Block, hooks: dict[Point, Callable]) -> Tensor:
+        args, kwargs = map_tensors(self.arguments[block.path], Tensor.clone)
+        with plain_hooks(self.model, hooks):
+            output = self.model.get_submodule(block.path)(*args, **kwargs)
+        return dict(elements(output))[block.exit.slot]
+
+    def _check_block(self, k: int) -> None:
+        block = self.blocks[k]
+        if not block.contributions:
+            return
+        entry, exit = self.values[block.entry], self.values[block.exit]
+        terms = [self.values[c.point] for c in block.contributions]
+        self._note("sum", f"resid_post.{k}", _relative(self._formula(block, entry, terms), exit), self.sums)
+        for i, contribution in enumerate(block.contributions):
+            site = f"{'attn' if contribution.role == 'mixer' else 'mlp'}_out.{k}"
+            noise = torch.randn(terms[i].shape, generator=torch.Generator().manual_seed(2 + i)).to(terms[i])
+            changed = [t + noise * t.abs().mean() if j == i else t for j, t in enumerate(terms)]
+            hooks = {c.point: lambda x, j=j: changed[j].clone() for j, c in enumerate(block.contributions)}
+            expected = self._formula(block, entry, changed)
+            self._note("edit", site, _relative(self._replay(block, hooks), expected), self.edits)
+            share = float(terms[i].float().norm() / exit.float().norm())
+            self._note("not empty", site, max(0.0, 1e-3 - share), 0.0, f"{share:.3g} of the stream's norm")
+
+    def _check_heads(self, k: int) -> None:
+        block = self.blocks[k]
+        out = self.taps.get(Site("head_out", k))
+        mixer = next((c for c in block.contributions if c.role == "mixer"), None)
+        if out is None or mixer is None or mixer.projection is None:
+            return
+        x = self.values[mixer.projection]
+        weight, bias = affine_map(self.model.get_submodule(out.point.module), x.shape[-1], like=x)
+        total = sum(x[..., columns] @ weight[columns] for columns in out.heads.columns) + bias
+        self._note("head sum", f"z.{k}", _relative(total, self.values[out.point]), self.sums)
+        self._check_causality(k, block, mixer.projection, x, out.heads)
+        if len(block.seams) == 1:
+            self._check_seam(k, block, mixer.projection, x, out.heads)
+
+    def _check_causality(self, k: int, block: Block, into: Point, x: Tensor, heads: HeadColumns) -> None:
+        """Halve one head inside the attention op; only its columns of the projection's input may move."""
+        for head in sorted({0, 1 % heads.heads, heads.heads - 1}):
+            with HalvedHead(head, heads.heads) as halved:
+                moved = self._moved(block, into, x)
+            own = torch.zeros_like(moved)
+            own[heads.columns[head].to(own.device)] = True
+            wrong = int((moved & ~own).sum())
+            hit = bool((moved & own).any())
+            if not halved.done:
+                self._note("head causality", f"z.{k}.{head}", 1, 0.0, "no attention op with this many heads was seen")
+            else:
+                note = f"moved {int(moved.sum())} columns, {wrong} of them not of head {head}"
+                self._note("head causality", f"z.{k}.{head}", wrong if hit else 1, 0.0, note)
+
+    def _moved(self, block: Block, into: Point, x: Tensor) -> Tensor:
+        """Which columns of the projection's input differ from the recorded ones when the block runs now."""
+        seen: list[Tensor] = []
+        self._replay(block, {into: lambda t: seen.append(t.detach().clone())})
+        return ((seen[0] - x).abs().flatten(0, -2).amax(0) > 1e-6 * x.abs().max()).view(-1)
+
+    def _check_seam(self, k: int, block: Block, into: Point, x: Tensor, heads: HeadColumns) -> None:
+        (path,) = block.seams
+        calls = self.seams.get(path, [])
+        self._note("fires", f"attention interface of {path}", abs(len(calls) - 1), 0.0, f"{len(calls)} calls")
+        if len(calls) != 1:
+            return
+        z = self.taps.get(Site("z", k))
+        if z is not None and z.point.side == "seam":
+            self._note("seam parity", f"z.{k}", _largest(x[..., heads.columns] - calls[0].z), 0.0)
+        groups = calls[0].query.shape[1] // calls[0].key.shape[1]
+        if calls[0].query.shape[1] == heads.heads:
+            self._check_key_groups(k, block, path, into, x, heads, groups)
+        for kind, before in (("q", calls[0].query), ("k", calls[0].key), ("v", calls[0].value)):
+            tap = self.taps.get(Site(kind, k))
+            if tap is not None and tap.heads is not None:
+                self._check_columns(k, kind, block, path, tap, before)
+
+    def _check_key_groups(
+        self, k: int, block: Block, path: str, into: Point, x: Tensor, heads: HeadColumns, group: int
+    ) -> None:
+        module = self.model.get_submodule(path)
+        count = heads.heads // group
+        for j in sorted({0, count - 1}):
+
+            def halve(call: SeamCall, j: int = j) -> SeamCall:
+                key = call.key.clone()
+                key[:, j] *= 0.5
+                return replace(call, key=key) if call.module is module else call
+
+            with recorded_seam_calls(self.model, halve):
+                moved = self._moved(block, into, x)
+            found = {h for h in range(heads.heads) if moved[heads.columns[h].to(moved.device)].any()}
+            expected = set(range(j * group, (j + 1) * group))
+            note = f"halving key head {j} moved z heads {sorted(found)}, expected {sorted(expected)}"
+            self._note("key groups", f"k.{k}.{j}", len(found ^ expected), 0.0, note)
+
+    def _check_columns(self, k: int, kind: str, block: Block, path: str, tap: Tap, before: Tensor) -> None:
+        for head in sorted({0, tap.heads.heads - 1}):
+            columns = tap.heads.columns[head]
+
+            def nudge(value: Tensor, columns: Tensor = columns) -> Tensor:
+                flat = value.flatten(2).clone()
+                flat[..., columns] += value.abs().mean()
+                return flat.view(value.shape)
+
+            with recorded_seam_calls(self.model) as seams:
+                self._replay(block, {tap.point: nudge})
+            now = seams[path][-1]
+            after = {"q": now.query, "k": now.key, "v": now.value}[kind]
+            moved = (after - before).abs().amax(dim=(0, 2, 3)) > 1e-6 * before.abs().max()
+            wrong = int(moved.sum()) - int(moved[head])
+            note = f"moved heads {moved.nonzero().flatten().tolist()} at the attention interface"
+            self._note(f"{kind} edit", f"{kind}.{k}.{head}", wrong if moved[head] else 1, 0.0, note)
+
+    def _check_tail(self) -> None:
+        if self.tail.unembedding is None or self.tail.reason:
+            return
+        last = self.values[self.blocks[-1].exit]
+        normed = self.model.get_submodule(self.tail.norm.module)(last) if self.tail.norm else last
+        logits = self.model.get_submodule(self.tail.unembedding)(normed) * self.tail.factor
+        if self.tail.cap is not None:
+            logits = self.tail.cap * torch.tanh(logits / self.tail.cap)
+        self._note("tail", "logits", _relative(logits, self.plain), self.sums)
+
+
+class HalvedHead(TorchFunctionMode):
+    """Halves one head inside the first attention op it sees: the queries of `scaled_dot_product_attention`, or the
+    probabilities after a 4-D softmax. `done` tells whether there was one with that many heads."""
+
+    def __init__(self, head: int, heads: int):
+        super().__init__()
+        self.head, self.heads, self.done = head, heads, False
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.done:
+            return func(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention and args and args[0].ndim == 4 and args[0].shape[1] == self.heads:
+            self.done = True
+            query = args[0].clone()
+            query[:, self.head] *= 0.5
+            return func(query, *args[1:], **kwargs)
+        output = func(*args, **kwargs)
+        is_softmax = getattr(func, "__name__", "") in ("softmax", "_softmax")
+        if is_softmax and output.ndim == 4 and output.shape[1] == self.heads:
+            self.done = True
+            output = output.clone()
+            output[:, self.head] *= 0.5
+        return output
+
+
+def affine_map(module: nn.Module, width: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight `[width, out]` and bias `[out]` of an affine module, by pushing the identity and zero through it."""
+    eye = torch.eye(width, dtype=like.dtype, device=like.device)
+    bias = module(torch.zeros_like(eye[:1]))[0]
+    return module(eye) - bias, bias
+
+
+def _is_full(model: nn.Module) -> bool:
+    return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max())
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    """Largest over positions of max|value - reference| / max|reference| at that position."""
+    error = (value.float() - reference.float()).abs().amax(-1)
+    return float((error / reference.float().abs().amax(-1).clamp(min=1e-30)).max())
+
+

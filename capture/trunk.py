@@ -1,0 +1,268 @@
+"""The residual stream on the recorded op graph: which modules are blocks, and what each block adds to its stream.
+
+Blocks are a chain: modules of one class in one container, each of which takes the tensor that the one before
+returned. Inside a block the trunk is walked back from its output through additions, multiplications by numbers, views and
+norms; the operand from which the block's input is reachable by such steps alone is the trunk, the other is a
+contribution, and the numbers met on the way are its factor. A norm is recognised by what it does: it depends on
+the position alone, mixes the coordinates, and does not change when its input is doubled.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from microtome.capture.opgraph import Call, OpGraph, Ref, map_tensors
+
+ADDITIONS = {"add": 1.0, "__add__": 1.0, "__radd__": 1.0, "add_": 1.0, "__iadd__": 1.0, "sub": -1.0, "__sub__": -1.0}
+MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
+DIVISIONS = {"div", "__truediv__", "div_", "true_divide", "__itruediv__", "__div__"}
+
+
+class NotWalkable(Exception):
+    """The trunk of a block cannot be followed; the message says at which op."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term added to the stream: its node, the factor before it, and the module call whose output it is."""
+
+    node: int
+    factor: float
+    call: int
+    slot: int | str | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a walked trunk; `before` and `after` are nodes of the stream around it."""
+
+    step: str
+    before: int
+    after: int
+    term: int | None = None
+    factor: float = 1.0
+    module: str | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Consecutive block calls and the slots by which the stream enters and leaves them."""
+
+    calls: tuple[int, ...]
+    entry: int | str
+    exit: int | str | None
+
+    def entry_node(self, graph: OpGraph, k: int) -> int:
+        """Node of the stream entering block k."""
+        return graph.calls[self.calls[k]].inputs[self.entry]
+
+    def exit_node(self, graph: OpGraph, k: int) -> int:
+        """Node of the stream leaving block k."""
+        return graph.calls[self.calls[k]].outputs[self.exit]
+
+
+def find_chains(graph: OpGraph) -> list[Chain]:
+    """All chains of blocks that are not inside another chain, heaviest (most parameters) first."""
+    groups: dict[tuple[str, type], list[int]] = {}
+    for index, call in enumerate(graph.calls):
+        container, _, _ = call.path.rpartition(".")
+        groups.setdefault((container, type(call.module)), []).append(index)
+    chains = [chain for calls in groups.values() for chain in _linked_runs(graph, calls)]
+    chains.sort(key=lambda c: -sum(p.numel() for i in c.calls for p in graph.calls[i].module.parameters()))
+    outer: list[Chain] = []
+    for chain in chains:
+        inside = any(graph.is_inside(chain.calls[0], i) for other in outer for i in other.calls)
+        around = any(graph.is_inside(other.calls[0], i) for other in outer for i in chain.calls)
+        if not inside and not around:
+            outer.append(chain)
+    return outer
+
+
+def _linked_runs(graph: OpGraph, calls: list[int]) -> list[Chain]:
+    runs: list[Chain] = []
+    run: list[int] = calls[:1]
+    link: tuple | None = None
+    for before, after in zip(calls, calls[1:], strict=False):
+        found = _link(graph, graph.calls[before], graph.calls[after])
+        if found and link in (None, found):
+            link = found
+            run.append(after)
+        else:
+            runs += [Chain(tuple(run), *link)] if link else []
+            run, link = [after], None
+    if link:
+        runs.append(Chain(tuple(run), *link))
+    elif len(calls) == 1:
+        call = graph.calls[calls[0]]
+        container = graph.model.get_submodule(call.path.rpartition(".")[0])
+        if isinstance(container, nn.ModuleList) and (found := _link(graph, call, call, same_shape=True)):
+            runs.append(Chain((calls[0],), *found))
+    return runs
+
+
+def _link(graph: OpGraph, before: Call, after: Call, *, same_shape: bool = False) -> tuple[int | str, int | str | None] | None:
+    for exit_slot, out in before.outputs.items():
+        value = graph.nodes[out].value
+        if not value.is_floating_point() or value.ndim < 2:
+            continue
+        for entry_slot, into in after.inputs.items():
+            other = graph.nodes[into].value
+            if out == into or (same_shape and value.shape == other.shape):
+                return entry_slot, exit_slot
+    return None
+
+
+class Walk:
+    """The trunk of one block call, walked back from its output to its input."""
+
+    def __init__(self, graph: OpGraph, block: int, entry: int, exit: int, norms: "Norms"):
+        self.graph, self.block, self.norms = graph, block, norms
+        self.entry = graph.source(entry)
+        self.inside = graph.descendants(self.entry)
+        self.makers: dict[int, list[tuple[int, int | str | None]]] = {}
+        for index, call in enumerate(graph.calls):
+            if index != block and graph.is_inside(index, block):
+                for slot, node in call.outputs.items():
+                    self.makers.setdefault(node, []).append((index, slot))
+        self._reach: dict[int, bool] = {}
+        self.terms: list[Term] = []
+        self.steps = self._steps(exit)
+
+    def reaches_entry(self, index: int) -> bool:
+        """Whether the block's input is reached from a node by trunk steps alone."""
+        if index not in self._reach:
+            self._reach[index] = index == self.entry or any(self.reaches_entry(p) for p in self._back(index))
+        return self._reach[index]
+
+    def _back(self, index: int) -> list[int]:
+        if index not in self.inside:
+            return []
+        if (norm := self._norm_made(index)) is not None:
+            return [norm[1]]
+        if (source := self.graph.source(index)) != index:
+            return [source]
+        node = self.graph.nodes[index]
+        if node.op in ADDITIONS:
+            return [p for p in node.parents if p in self.inside]
+        if (scaled := self._scaled(index)) is not None:
+            return [scaled[0]]
+        return []
+
+    def _norm_made(self, index: int) -> tuple[int, int] | None:
+        for call, _ in self.makers.get(index, []):
+            inputs = [n for n in self.graph.calls[call].inputs.values() if n in self.inside]
+            if len(inputs) == 1 and self.norms.is_norm(self.graph.calls[call], self.graph.nodes[inputs[0]].value):
+                return call, inputs[0]
+        return None
+
+    def _scaled(self, index: int) -> tuple[int, float] | None:
+        """For a node that is another times a number that does not depend on the data: that node and the number."""
+        node = self.graph.nodes[index]
+        if node.op not in MULTIPLICATIONS | DIVISIONS:
+            return None
+        data = [p for p in node.parents if p in self.inside]
+        fixed = [self.graph.nodes[p].value for p in node.parents if p not in self.inside]
+        if len(data) != 1 or any(v.numel() != 1 for v in fixed):
+            return None
+        numbers = [*node.numbers, *(float(v) for v in fixed)]
+        if len(numbers) != 1 or (node.op in DIVISIONS and node.parents[0] != data[0]):
+            return None
+        return data[0], numbers[0] if node.op in MULTIPLICATIONS else 1 / numbers[0]
+
+    def _steps(self, index: int) -> list[Step]:
+        if index == self.entry:
+            return []
+        if (norm := self._norm_made(index)) is not None and self.reaches_entry(norm[1]):
+            step = Step("norm", norm[1], index, module=self.graph.calls[norm[0]].path)
+            return [*self._steps(norm[1]), step]
+        if (source := self.graph.source(index)) != index:
+            return self._steps(source)
+        node = self.graph.nodes[index]
+        if node.op in ADDITIONS and len(node.parents) == 2:
+            a, b = node.parents
+            trunk = [p for p in (a, b) if p in self.inside and self.reaches_entry(p)]
+            if len(trunk) == 1:
+                other = b if trunk[0] == a else a
+                sign = ADDITIONS[node.op] if other == b else 1.0
+                if trunk[0] == b and ADDITIONS[node.op] < 0:
+                    raise NotWalkable(f"the stream is subtracted from something at op {node.op!r}")
+                earlier = self._steps(trunk[0])
+                first = len(self.terms)
+                self._split(other, sign * next((n for n in node.numbers), 1.0))
+                added = [
+                    Step("add", trunk[0], index, term=first + i, factor=term.factor)
+                    for i, term in enumerate(self.terms[first:])
+                ]
+                return [*earlier, *added]
+            raise NotWalkable(f"{len(trunk)} operands of op {node.op!r} lead to the block's input")
+        if (scaled := self._scaled(index)) is not None:
+            return [*self._steps(scaled[0]), Step("scale", scaled[0], index, factor=scaled[1])]
+        raise NotWalkable(f"op {node.op!r} with {len(node.parents)} tensors is no addition, number or norm")
+
+    def _split(self, index: int, factor: float) -> None:
+        """Take one operand apart into terms that are module outputs, as far as the block itself put them together."""
+        if (made := self._module_output(index)) is not None:
+            self.terms.append(Term(index, factor, *made))
+            return
+        if (source := self.graph.source(index)) != index:
+            self._split(source, factor)
+            return
+        node = self.graph.nodes[index]
+        if node.op in ADDITIONS and all(p in self.inside for p in node.parents) and len(node.parents) == 2:
+            self._split(node.parents[0], factor)
+            self._split(node.parents[1], factor * ADDITIONS[node.op] * next((n for n in node.numbers), 1.0))
+        elif (scaled := self._scaled(index)) is not None:
+            self._split(scaled[0], factor * scaled[1])
+        else:
+            raise NotWalkable(f"a term made by op {node.op!r} is no module's output")
+
+    def _module_output(self, index: int) -> tuple[int, int | str | None] | None:
+        """The outermost module call whose output is this node, back through steps that do not change its numbers."""
+        while True:
+            if made := self.makers.get(index):
+                return min(made, key=lambda m: self.graph.calls[m[0]].path.count("."))
+            same = [p for p in self.graph.nodes[index].parents if self.graph.same_value(p, index)]
+            if len(same) != 1:
+                return None
+            index = same[0]
+
+
+class Norms:
+    """Which modules behave as norms, remembered per module."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bool] = {}
+
+    def is_norm(self, call: Call, value: Tensor) -> bool:
+        """Whether the called module only rescales each position's vector: see `behaves_as_norm`."""
+        if id(call.module) not in self._known:
+            self._known[id(call.module)] = behaves_as_norm(call, value)
+        return self._known[id(call.module)]
+
+
+def behaves_as_norm(call: Call, value: Tensor) -> bool:
+    """Output unchanged when the input is doubled, own position only, coordinates mixed; vector parameters only.
+
+    Tested at root mean square 1 and above, where the norm's epsilon does not count.
+    """
+    tensors = [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Ref)]
+    if len(tensors) != 1 or list(call.outputs) != [None] or any(p.ndim > 1 for p in call.module.parameters()):
+        return False
+    x = value.float() + 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value.device)
+    x = (x / x.pow(2).mean().sqrt()).to(value.dtype)
+
+    def run(y: Tensor) -> Tensor:
+        args, kwargs = map_tensors((call.args, call.kwargs), lambda _: y.clone(), Ref)
+        return call.module(*args, **kwargs).float()
+
+    with torch.no_grad():
+        plain, doubled = run(x), run(2 * x)
+        if plain.shape != x.shape or not torch.allclose(plain, doubled, rtol=1e-3, atol=1e-3):
+            return False
+        nudged = x.clone()
+        nudged[..., 0, 0] += 3.0
+        moved = (run(nudged) - plain).abs() > 1e-4
+    elsewhere = moved.clone()
+    elsewhere[..., 0, :] = False
+    return bool(moved[..., 0, 1:].any()) and not bool(elsewhere.any())
