@@ -42,7 +42,7 @@ def environment() -> dict:
 
 
 def package_versions() -> dict[str, str]:
-    """Version of Microtome and of each declared dependency that is installed, by name: extras too, tools for work not."""
+    """Version of Microtome and of each declared dependency that is installed, by name; extra `dev` left out."""
     names = {_DISTRIBUTION}
     for requirement in importlib.metadata.requires(_DISTRIBUTION) or []:
         if not re.search(r"""extra == ['"]dev['"]""", requirement):

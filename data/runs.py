@@ -134,7 +134,7 @@ class Run:
                 table.to_parquet(scratch)
             except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError) as error:
                 raise TypeError(
-                    f"table {name!r} cannot be stored: {error}. Turn that column into str or numbers."
+                    f"table {name!r} cannot be stored: {error}. Make that column str or numbers."
                 ) from error
         return self._file("tables", name)
 

@@ -56,9 +56,8 @@ def sentiment_ratings(domains: Sequence[str] = DOMAINS) -> pd.DataFrame:
     (str, the review or article, "amazon:12"; for tweets and movie the id itself), group (int, the same for a text
     whichever domains are asked for). Raises ValueError for an unknown or repeated domain, and what `fetch` raises.
     """
-    unknown = [domain for domain in domains if domain not in DOMAINS]
-    if unknown or not domains or len(set(domains)) != len(domains):
-        raise ValueError(f"domains is {list(domains)}. Give one or more of {list(DOMAINS)}, each once.")
+    if isinstance(domains, str) or not domains or set(domains) - set(DOMAINS) or len(set(domains)) != len(domains):
+        raise ValueError(f"domains is {domains!r}. Give a list of one or more of {list(DOMAINS)}, each once.")
     table = _cached_table()
     return pd.concat([table[table["domain"] == domain] for domain in domains], ignore_index=True)
 

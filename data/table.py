@@ -28,7 +28,8 @@ def read_table(
 
     text, label, group: the file's columns that become `text` (str), `label` (as it is: bool, number or str, two or
     more values) and `group` (as it is); without `group` there is no such column. keep: further columns, under their
-    own names. CSV has a header line; both CSV and JSONL are UTF-8.
+    own names. CSV has a header line; both CSV and JSONL are UTF-8. In a CSV, a label or kept column of numbers alone,
+    or of true and false, becomes that type; texts and groups stay text ("007" is not 7).
 
     Raises FileNotFoundError; KeyError for a column that the file lacks; ValueError for another suffix, a file that
     cannot be parsed or has no rows, or a missing text, label or group (the message names the row, counted from 0);
@@ -48,6 +49,8 @@ def read_table(
     if table.empty:
         raise ValueError(f"{path} has no rows. Give a file with at least one text.")
     named = {name: table[source] for name, source in columns.items()} | {name: table[name] for name in keep}
+    if path.suffix.lower() == ".csv":
+        named |= {name: _numbers_or_text(named[name]) for name in ("label", *keep)}
     result = pd.DataFrame(named).reset_index(drop=True)
     _check_texts(result["text"], column=text, path=path)
     for name, source in columns.items():
@@ -87,8 +90,7 @@ def _from_csv(content: str, path: Path) -> pd.DataFrame:
                 f"{path}, row {row} (counted from 0): {len(line)} fields for {len(header)} columns {header}. "
                 "Quote fields that hold commas."
             )
-    table = pd.DataFrame(lines, columns=header, dtype=str)
-    return table.apply(_numbers_or_text)
+    return pd.DataFrame(lines, columns=header, dtype=str)
 
 
 def _numbers_or_text(column: pd.Series) -> pd.Series:
