@@ -140,8 +140,6 @@ class Run:
 
     def write_arrays(self, name: str, arrays: Mapping[str, torch.Tensor | np.ndarray]) -> Path:
         """Keep named arrays in one file; returns it. They come back as CPU tensors of the same dtype."""
-        if wrong := [key for key, value in arrays.items() if not isinstance(value, torch.Tensor | np.ndarray)]:
-            raise TypeError(f"arrays {name!r}: {wrong} are neither tensors nor NumPy arrays. Convert them.")
         # a copy each: safetensors refuses tensors that share memory or are not contiguous
         tensors = {key: torch.as_tensor(value).detach().cpu().clone().contiguous() for key, value in arrays.items()}
         with self._write("arrays", name) as scratch:

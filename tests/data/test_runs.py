@@ -185,8 +185,6 @@ def test_an_interrupted_replacement_keeps_the_old_run(run, table, monkeypatch):
 def test_what_cannot_be_stored(run):
     with pytest.raises(TypeError, match=r"table 'sweep' cannot be stored: .*site.*Make that column str or numbers"):
         run.write_table("sweep", pd.DataFrame({"site": [Path("a"), 1]}))
-    with pytest.raises(TypeError, match=r"arrays 'a': \['list'\] are neither tensors nor NumPy arrays"):
-        run.write_arrays("a", {"list": [1, 2]})
     with pytest.raises(TypeError, match="JSON cannot hold"):
         run.write_json("a", {"x": object()})
     with pytest.raises(ValueError, match=r"[Oo]ut of range float"):
