@@ -1,0 +1,177 @@
+"""Cluster-bootstrap intervals for AUROC and accuracy of many probes on the same rows.
+
+A draw resamples whole groups with replacement: group g counts c_g times, (c_1..c_G) ~ Multinomial(G, 1/G), and so does
+every row of it. The AUROC of a draw, over the pairs that lie in one test fold f, is
+
+    AUROC_b = sum_f n+_f n-_f (mean_c a + mean_c b - u_f)  /  sum_f n+_f n-_f,
+
+a_i the share of the fold's negatives below positive i, b_j the share of its positives above negative j (ties half: the
+placements of DeLong et al. 1988), u_f their common mean, mean_c the mean weighted by c, n+_f and n-_f the draw's class
+sizes. That is the weighted AUROC without the term in which a positive's and a negative's counts both deviate, of order
+1/n: in 5 folds the width loses 1.6 % on 100 rows, 0.4 % on 600, less than 2,000 draws resolve (the test compares both).
+In return one sort per probe and one matrix product per fold serve all draws. The interval is the percentile one
+(Efron & Tibshirani 1993, ch. 13). Probes are not refitted: the interval is about these fitted probes.
+
+Beware: `stretch`. Under cross-validation every row also trains the other folds' probes, which makes folds agree by
+chance more than resampling test rows shows. On pure noise (600 rows, 64 features, 5 folds) the plain 95 % interval
+covers 0.5 in 81-84 % of runs. Nadeau & Bengio (2003, Machine Learning 52, sec. 3) multiply the variance of a mean over
+K folds by 1 + K n_test/n_train = 1 + K/(K-1); `cross_validation_stretch` is its square root (1.5 for 5 folds), and
+the stretched interval covered in 96-97 % of the same runs, and in 97-99 % when the label was decodable.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float32, Float64, Int64
+from torch import Tensor
+
+from microtome.probes.metrics import refuse_nan
+
+_MAX_REDRAWS = 100
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Percentile interval of each probe, in the unit of the metric (0 to 1; differences -1 to 1)."""
+
+    estimate: Float64[Tensor, " probe"]  # on the rows as they are
+    low: Float64[Tensor, " probe"]
+    high: Float64[Tensor, " probe"]
+
+
+def cross_validation_stretch(folds: int) -> float:
+    """sqrt(1 + K / (K - 1)): how much wider an interval over K folds must be than one over independent test sets."""
+    return math.sqrt(1 + folds / (folds - 1))
+
+
+def group_counts(
+    positive: Bool[Tensor, " example"],
+    groups: Int64[Tensor, " example"],
+    test: Bool[Tensor, "fold example"],
+    *,
+    draws: int,
+    seed: int,
+) -> Float32[Tensor, "group draw"]:
+    """How often each group occurs in each draw; a draw without a (positive, negative) pair in any fold is redrawn.
+
+    Raises ValueError if the rows hold no such pair, or if 100 redraws do not give every draw one.
+    """
+    n_groups = int(groups.max()) + 1
+    in_class = torch.stack([positive, ~positive]).to(torch.float64)
+    held = torch.zeros(n_groups, 2 * len(test), dtype=torch.float64)
+    held.index_add_(0, groups, torch.cat([row * test for row in in_class]).T.contiguous())
+
+    def has_pairs(counts: Tensor) -> Tensor:
+        n = (counts.T.to(torch.float64) @ held).unflatten(-1, (2, len(test)))
+        return (n[:, 0] * n[:, 1]).sum(dim=-1) > 0
+
+    if not has_pairs(torch.ones(n_groups, 1)).all():
+        raise ValueError("No fold holds a positive and a negative row: there is nothing to resample.")
+    generator = torch.Generator().manual_seed(seed)
+    counts = _multinomial(n_groups, draws, generator)
+    for _ in range(_MAX_REDRAWS):
+        empty = ~has_pairs(counts)
+        if not empty.any():
+            return counts
+        counts[:, empty] = _multinomial(n_groups, int(empty.sum()), generator)
+    raise ValueError(
+        f"{int(empty.sum())} of {draws} draws of {n_groups} groups hold one class only, {_MAX_REDRAWS} times over. "
+        "Too few groups carry one of the classes for a bootstrap; add groups."
+    )
+
+
+def bootstrap_auroc(
+    scores: Float[Tensor, "probe example"],
+    positive: Bool[Tensor, " example"],
+    groups: Int64[Tensor, " example"],
+    test: Bool[Tensor, "fold example"],
+    *,
+    draws: int = 2000,
+    seed: int = 0,
+) -> Float32[Tensor, "probe draw"]:
+    """AUROC of every probe in every draw, over pairs of rows of one fold (`fold_auroc` of the resampled rows).
+
+    Draws are shared by the probes and fixed by the seed, so the difference of two rows is a paired difference.
+    Raises ValueError for a NaN score and as `group_counts`.
+    """
+    refuse_nan(scores)
+    counts = group_counts(positive, groups, test, draws=draws, seed=seed)
+    wins, pairs = torch.zeros(len(scores), draws), torch.zeros(draws)
+    for rows in test:
+        is_positive, is_negative = rows & positive, rows & ~positive
+        above, below = scores[:, is_positive].contiguous(), scores[:, is_negative].contiguous()
+        if above.shape[1] == 0 or below.shape[1] == 0:
+            continue
+        share_below, share_above = _share_below(above, below), 1 - _share_below(below, above)
+        c_positive, c_negative = counts[groups[is_positive]], counts[groups[is_negative]]
+        n_positive, n_negative = c_positive.sum(0), c_negative.sum(0)
+        wins += n_negative * (share_below @ c_positive) + n_positive * (share_above @ c_negative)
+        wins -= share_below.mean(dim=1, keepdim=True) * n_positive * n_negative
+        pairs += n_positive * n_negative
+    return wins / pairs
+
+
+def bootstrap_accuracy(
+    is_right: Bool[Tensor, "probe example"], groups: Int64[Tensor, " example"], *, draws: int = 2000, seed: int = 0
+) -> Float32[Tensor, "probe draw"]:
+    """Share of right answers of every probe in every draw of the groups, each group weighing its rows."""
+    n_groups = int(groups.max()) + 1
+    counts = _multinomial(n_groups, draws, torch.Generator().manual_seed(seed)).to(torch.float64)
+    right = torch.zeros(n_groups, len(is_right), dtype=torch.float64)
+    right.index_add_(0, groups, is_right.T.to(torch.float64))
+    size = torch.bincount(groups, minlength=n_groups).to(torch.float64)
+    return ((right.T @ counts) / (size @ counts)).to(torch.float32)
+
+
+def percentile_intervals(
+    estimate: Float64[Tensor, " probe"],
+    draws: Float[Tensor, "probe draw"],
+    *,
+    level: float = 0.95,
+    stretch: float = 1.0,
+    bounds: tuple[float, float] = (0.0, 1.0),
+) -> Intervals:
+    """Interval that leaves (1 - level) / 2 of the draws on either side, its arms times `stretch`, cut at `bounds`.
+
+    Raises ValueError for a level outside (0, 1) or a stretch below 1.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level={level}; give a share between 0 and 1, such as 0.95.")
+    if stretch < 1:
+        raise ValueError(f"stretch={stretch} would narrow the interval; it is 1 or more.")
+    tail = (1 - level) / 2
+    quantiles = torch.quantile(draws.to(torch.float64), torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=-1)
+    low, high = (estimate + stretch * (quantiles - estimate)).clamp(*bounds)
+    return Intervals(estimate=estimate, low=low, high=high)
+
+
+def paired_difference(
+    estimate: Float64[Tensor, " probe"],
+    draws: Float[Tensor, "probe draw"],
+    first: int,
+    second: int,
+    *,
+    level: float = 0.95,
+    stretch: float = 1.0,
+) -> Intervals:
+    """Interval of metric[first] - metric[second] on the same rows and draws; one entry, between -1 and 1.
+
+    Much narrower than two separate intervals suggest when both probes err on the same rows.
+    """
+    pair = torch.tensor([first, second])
+    gap, gap_draws = estimate[pair].diff(dim=0), draws[pair].diff(dim=0)
+    return percentile_intervals(-gap, -gap_draws, level=level, stretch=stretch, bounds=(-1.0, 1.0))
+
+
+def _multinomial(n_groups: int, draws: int, generator: torch.Generator) -> Float32[Tensor, "group draw"]:
+    drawn = torch.randint(n_groups, (n_groups, draws), generator=generator)
+    counts = torch.zeros(n_groups, draws)
+    return counts.scatter_add_(0, drawn, torch.ones_like(drawn, dtype=torch.float32))
+
+
+def _share_below(scores: Tensor, others: Tensor) -> Float32[Tensor, "probe example"]:
+    """Share of the others below each score, ties half."""
+    ordered = others.sort(dim=-1).values
+    below = torch.searchsorted(ordered, scores, right=False) + torch.searchsorted(ordered, scores, right=True)
+    return (below / (2 * others.shape[1])).to(torch.float32)
