@@ -7,7 +7,7 @@ held at their recorded values; a branch that then moves at other positions is th
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from microtome.capture.anatomy import Block, Contribution, HeadColumns, Hop, Point, Tap
 from microtome.capture.head_layout import SeamRecord, before_rotation, column_match, head_axis, last_linear

@@ -35,7 +35,7 @@ class Node:
     index: int
     op: str
     parents: tuple[int, ...]
-    numbers: tuple[float, ...]
+    numbers: tuple[int | float, ...]
     value: Tensor
     call: int
 
@@ -158,7 +158,7 @@ class OpGraph(TorchFunctionMode):
             index = self._add(self._leaf_kind.get(id(tensor), "input"), tensor, (), ())
         return index
 
-    def _add(self, op: str, tensor: Tensor, parents: tuple[int, ...], numbers: tuple[float, ...]) -> int:
+    def _add(self, op: str, tensor: Tensor, parents: tuple[int, ...], numbers: tuple[int | float, ...]) -> int:
         keep = op in ("parameter", "buffer")
         with torch._C.DisableTorchFunction():
             value = tensor.detach() if keep else tensor.detach().clone()
@@ -170,7 +170,7 @@ class OpGraph(TorchFunctionMode):
             self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         return node.index
 
-    def _rewrite(self, op: str, target: Tensor, parents: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+    def _rewrite(self, op: str, target: Tensor, parents: tuple[int, ...], numbers: tuple[int | float, ...]) -> None:
         index = self._add(op, target, parents, numbers)
         for alias in self._storages.get(target.untyped_storage().data_ptr(), [])[:-1]:
             if alias is not target:
@@ -238,5 +238,5 @@ class OpGraph(TorchFunctionMode):
         return call == outer
 
 
-def _numbers(args: tuple, kwargs: dict) -> tuple[float, ...]:
+def _numbers(args: tuple, kwargs: dict) -> tuple[int | float, ...]:
     return tuple(x for x in (*args, *kwargs.values()) if isinstance(x, (int, float)) and not isinstance(x, bool))

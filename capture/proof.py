@@ -78,7 +78,7 @@ class Proof:
             points += [c.projection for c in block.contributions if c.projection is not None]
         return points
 
-    def _note(self, name: str, site: object, error: float, limit: float, note: str = "") -> None:
+    def _note(self, name: str, site: object, error: int | float, limit: float, note: str = "") -> None:
         self.record.append(Identity(name, str(site), float(error), limit, bool(error <= limit), note))
 
     def _forward(self) -> None:
@@ -153,7 +153,7 @@ class Proof:
             site = f"{'attn' if contribution.role == 'mixer' else 'mlp'}_out.{k}"
             noise = torch.randn(terms[i].shape, generator=torch.Generator().manual_seed(2 + i)).to(terms[i])
             changed = [t + noise * t.abs().mean() if j == i else t for j, t in enumerate(terms)]
-            hooks = {c.point: lambda x, j=j: changed[j].clone() for j, c in enumerate(block.contributions)}
+            hooks = {c.point: lambda x, new=changed[j]: new.clone() for j, c in enumerate(block.contributions)}
             expected = self._formula(block, entry, changed)
             self._note("edit", site, _relative(self._replay(block, hooks), expected), self.edits)
             share = float(terms[i].float().norm() / exit.float().norm())
@@ -202,7 +202,9 @@ class Proof:
             return
         z = self.taps.get(Site("z", k))
         if z is not None and z.point.side == "seam":
-            self._note("seam parity", f"z.{k}", _largest(x[..., heads.columns] - calls[0].z), 0.0)
+            is_alike = x[..., heads.columns].shape == calls[0].z.shape
+            error = _largest(x[..., heads.columns] - calls[0].z) if is_alike else 1.0
+            self._note("seam parity", f"z.{k}", error, 0.0, f"{calls[0].z.shape[2]} heads at the attention interface")
         groups = calls[0].query.shape[1] // calls[0].key.shape[1]
         if calls[0].query.shape[1] == heads.heads:
             self._check_key_groups(k, block, path, into, x, heads, groups)

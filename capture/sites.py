@@ -13,7 +13,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 
 class Kind(NamedTuple):
@@ -111,11 +111,11 @@ class Site:
         return ".".join(part for part in parts if part) + ("" if self.call is None else f"@{self.call}")
 
     @property
-    def whole(self) -> Self:
+    def whole(self) -> "Site":
         """The same site with all its heads."""
         return replace(self, head=None)
 
-    def at(self, *, layer: int | None = None, head: int | None = None) -> Self:
+    def at(self, *, layer: int | None = None, head: int | None = None) -> "Site":
         """The same kind at another layer or head."""
         return replace(self, layer=self.layer if layer is None else layer, head=self.head if head is None else head)
 
