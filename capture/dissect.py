@@ -8,12 +8,15 @@ checked on a second batch with ordinary hooks (`microtome.capture.proof`); only 
 
 import inspect
 import time
+from collections.abc import Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from microtome.capture.anatomy import Anatomy, Point, Tap
+from microtome.capture.batches import PaddingRecipe
 from microtome.capture.block_parts import block_parts
 from microtome.capture.head_layout import SeamRecord
 from microtome.capture.models import LoadedModel
@@ -32,13 +35,16 @@ class NotDissectable(ValueError):
     """A model in which no residual stream could be found; the message says what was looked for."""
 
 
-def dissect(model: "nn.Module | LoadedModel", *, again: bool = False) -> Anatomy:
+def dissect(
+    model: "nn.Module | LoadedModel", *, inputs: Mapping[str, Any] | None = None, again: bool = False
+) -> Anatomy:
     """The proved anatomy of a model: its blocks, its offered sites and the record of every identity.
 
     The first call runs a handful of forwards on random tokens; the result is kept for as long as the module lives.
 
     Args:
         model: a transformers model, loaded or held; it is left exactly as it was.
+        inputs: for models that do not read token ids (images, audio): two or more rows of model inputs to run on.
         again: forget what is known of this module and start over (after its weights or structure changed).
 
     Raises:
@@ -47,21 +53,21 @@ def dissect(model: "nn.Module | LoadedModel", *, again: bool = False) -> Anatomy
     module = model.module if isinstance(model, LoadedModel) else model
     if again or module not in _KNOWN:
         with torch.no_grad():
-            _KNOWN[module] = _dissect(module)
+            _KNOWN[module] = _dissect(module, inputs)
     return _KNOWN[module]
 
 
-def _dissect(model: nn.Module) -> Anatomy:
+def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
     if model.training:
         raise NotDissectable(f"{type(model).__name__} is in training mode; call model.eval() first.")
     started = time.perf_counter()
-    batches = probe_batches(model)
+    batches = probe_batches(model) if inputs is None else _given_batches(model, inputs)
     graph, seams = _recorded(model, batches[0])
     chain = _main_chain(graph)
     norms = Norms()
     parts = [block_parts(graph, chain, k, seams, norms) for k in range(len(chain.calls))]
     tail = find_tail(graph, chain, norms)
-    embedding = token_embedding(graph, batches[0]["input_ids"])
+    embedding = token_embedding(graph, batches[0].get("input_ids"))
     taps = [tap for part in parts for tap in part.taps] + _whole_model_taps(graph, tail, embedding)
     proof = Proof(model, [part.block for part in parts], taps, tail, batches[1])
     unavailable = {site: reason for part in parts for site, reason in part.unavailable.items()}
@@ -72,9 +78,7 @@ def _dissect(model: nn.Module) -> Anatomy:
             unavailable[tap.site] = reason
         else:
             offered[tap.site] = tap
-    rows = zip(batches[1]["input_ids"], batches[1]["attention_mask"], strict=True)
-    sequences = [ids[mask.bool()] for ids, mask in rows]
-    errors = padding_errors(model, parts[-1].block.exit, sequences, pad_id=int(batches[1]["input_ids"][0, 0]))
+    errors = _padding_errors(model, parts[-1].block.exit, batches[1])
     return Anatomy(
         model_class=type(model).__name__,
         blocks=tuple(part.block for part in parts),
@@ -102,7 +106,10 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     """
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     if embedding is None or "input_ids" not in inspect.signature(model.forward).parameters:
-        raise NotDissectable(f"{type(model).__name__} does not take token ids; only models of text can be dissected.")
+        raise NotDissectable(
+            f"{type(model).__name__} does not take token ids. Hand dissect(model, inputs=...) two or more rows of what "
+            "it takes instead, such as a processor makes of images or sounds."
+        )
     sizes = {n for p in model.parameters() for n in p.shape}
     sizes |= {n for n in vars(getattr(model, "config", embedding)).values() if isinstance(n, int)}
     length = next(n for n in (11, 13, 17, 19, 23) if n not in sizes)
@@ -119,7 +126,33 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
     return batches[0], batches[1]
 
 
-def _recorded(model: nn.Module, batch: dict[str, Tensor]) -> tuple[OpGraph, list[SeamRecord]]:
+def _given_batches(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The given inputs, and the same rows in reverse order with noise on what is not whole numbers."""
+    reference = next(model.parameters())
+    first = {k: v.to(reference.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    tensors = [v for v in first.values() if isinstance(v, Tensor)]
+    if not tensors or any(t.ndim < 2 or len(t) < 2 for t in tensors):
+        shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in first.items()}
+        raise NotDissectable(f"inputs must hold tensors of two or more rows; got {shapes}. Give two or more rows.")
+    generator = torch.Generator().manual_seed(0)
+
+    def varied(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value.flip(0) if isinstance(value, Tensor) else value
+        noise = torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
+        return value.flip(0) + noise * value.std()
+
+    return first, {k: varied(v) for k, v in first.items()}
+
+
+def _padding_errors(model: nn.Module, exit: Point, batch: dict[str, Any]) -> dict[PaddingRecipe, float]:
+    if "input_ids" not in batch or "attention_mask" not in batch:
+        return {}
+    rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    return padding_errors(model, exit, [ids[mask.bool()] for ids, mask in rows], pad_id=int(batch["input_ids"][0, 0]))
+
+
+def _recorded(model: nn.Module, batch: dict[str, Any]) -> tuple[OpGraph, list[SeamRecord]]:
     options = call_options(model)
     first, second = (_first_tensor(model(**batch, **options)) for _ in range(2))
     if not torch.equal(first, second):

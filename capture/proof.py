@@ -43,7 +43,7 @@ class Proof:
         record: every identity that was checked, in order.
     """
 
-    def __init__(self, model: nn.Module, blocks: list[Block], taps: list[Tap], tail: Tail, batch: dict[str, Tensor]):
+    def __init__(self, model: nn.Module, blocks: list[Block], taps: list[Tap], tail: Tail, batch: dict[str, Any]):
         self.model, self.blocks, self.tail, self.batch = model, blocks, tail, batch
         self.record: list[Identity] = []
         self.points = list(dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side != "seam")]))

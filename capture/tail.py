@@ -93,8 +93,10 @@ def _ops_back(graph: OpGraph, index: int) -> set[str]:
     return ops
 
 
-def token_embedding(graph: OpGraph, ids: Tensor) -> Point | None:
+def token_embedding(graph: OpGraph, ids: Tensor | None) -> Point | None:
     """The module that looks the token ids up: the first embedding op whose indices are the ids."""
+    if ids is None:
+        return None
     for node in graph.nodes:
         if node.op == "embedding" and node.call > 0:
             indices = graph.nodes[node.parents[0]].value
