@@ -1,0 +1,162 @@
+"""Activations on disk: a folder with the tensors, the row table and a manifest that says what they are.
+
+    <path>/activations.safetensors   one tensor per site, named as the site
+           rows.parquet              the row table
+           manifest.json             sites, shapes, dtypes, provenance, size and SHA-256 of both files
+
+The folder is written beside its place and renamed into it: an interrupted save leaves no half-written folder there, and
+an old one intact. (A kill between the two renames of a replacement leaves the old one as `.<name>.previous`; loading
+says so.) Reading maps the tensors into memory, so that only what is touched is read; the check of the hashes, on by
+default, touches all of it once.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from microtome.capture.sites import Site
+
+FORMAT = "microtome activations 1"
+_TENSORS, _ROWS, _MANIFEST = "activations.safetensors", "rows.parquet", "manifest.json"
+
+
+def save_activations(
+    path: str | Path,
+    rows: pd.DataFrame,
+    tensors: Mapping[Site, Tensor],
+    provenance: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write the folder and return its path.
+
+    Raises:
+        FileExistsError: the folder exists and `overwrite` is False, or it holds something else than activations.
+        TypeError: provenance that JSON cannot hold, or a column that Parquet cannot.
+    """
+    path = Path(path).resolve()
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists. Give another path, or pass overwrite=True to replace it.")
+    if path.exists() and not (path / _MANIFEST).is_file():
+        raise FileExistsError(f"{path} exists and holds no activations, so it is left alone. Give another path.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+    scratch.mkdir()
+    try:
+        _write(scratch, rows, tensors, provenance)
+        _put_in_place(scratch, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return path
+
+
+def load_activations(
+    path: str | Path, *, verify: bool = True
+) -> tuple[pd.DataFrame, dict[Site, Tensor], dict[str, Any]]:
+    """Row table, tensors (memory-mapped, on the CPU) and provenance of a saved folder.
+
+    Args:
+        verify: compare both files with their SHA-256, which reads them once.
+
+    Raises:
+        FileNotFoundError: no such folder, or a file of it is missing.
+        ValueError: not a folder of activations, or a file is damaged.
+    """
+    path = Path(path).resolve()
+    if not path.is_dir():
+        previous = _previous(path)
+        hint = f" An interrupted overwrite left the old one as {previous}: rename it." if previous.exists() else ""
+        raise FileNotFoundError(f"There is no folder {path}.{hint}")
+    manifest = _read_manifest(path)
+    for name, facts in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing, though the manifest lists it. Save the activations again.")
+        if file.stat().st_size != facts["bytes"] or (verify and _sha256(file) != facts["sha256"]):
+            raise ValueError(f"{file} is damaged: it is not the file the manifest was written for. Capture again.")
+    try:
+        rows = pd.read_parquet(path / _ROWS)
+        with safe_open(path / _TENSORS, framework="pt") as stored:
+            tensors = {Site(**entry["site"]): stored.get_tensor(entry["name"]) for entry in manifest["sites"]}
+    except (SafetensorError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} is damaged: {error}. Capture again.") from error
+    return rows, tensors, manifest["provenance"]
+
+
+def _write(folder: Path, rows: pd.DataFrame, tensors: Mapping[Site, Tensor], provenance: Mapping[str, Any]) -> None:
+    sites = [
+        {"name": str(site), "site": asdict(site), "shape": list(tensor.shape), "dtype": str(tensor.dtype)[6:]}
+        for site, tensor in tensors.items()
+    ]
+    manifest: dict[str, Any] = {"format": FORMAT, "n_rows": len(rows), "sites": sites, "provenance": dict(provenance)}
+    try:
+        json.dumps(manifest, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"provenance must hold plain JSON values: {error}. Convert arrays to lists.") from error
+    try:
+        rows.to_parquet(folder / _ROWS, index=False)
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise TypeError(f"rows cannot be written as Parquet: {error}. Give every column one type.") from error
+    save_file({str(site): _standalone(tensor) for site, tensor in tensors.items()}, folder / _TENSORS)
+    manifest["files"] = {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in (_TENSORS, _ROWS)
+    }
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
+    for name in (_TENSORS, _ROWS, _MANIFEST):  # a rename must not reach the disk before the bytes it names
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _standalone(tensor: Tensor) -> Tensor:
+    """Contiguous, on the CPU and alone in its storage, as the file format wants it; a copy only if it is not so."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _put_in_place(scratch: Path, path: Path) -> None:
+    if not path.exists():
+        os.rename(scratch, path)
+        return
+    previous = _previous(path)
+    if previous.exists():
+        shutil.rmtree(previous)
+    os.rename(path, previous)
+    try:
+        os.rename(scratch, path)
+    except OSError:
+        os.rename(previous, path)
+        raise
+    shutil.rmtree(previous)
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} holds no activations: it has no {_MANIFEST}.") from error
+    except ValueError as error:
+        raise ValueError(f"{path / _MANIFEST} is damaged: {error}.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{path / _MANIFEST} is not in the format {FORMAT!r}.")
+    return manifest
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,54 @@
+"""Activations as tables: the row columns beside one column per component, or per norm."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from microtome.capture.sites import Site
+
+# Some 40 MB of float64; a wider table is nothing that pandas is of use for.
+MAX_CELLS = 5_000_000
+
+
+def wide_frame(
+    rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: Literal["components", "norms"] = "components"
+) -> pd.DataFrame:
+    """The row table and, to its right, `z.5.3[0]`, `z.5.3[1]`, ... (components) or `z.5.3` (Euclidean norms).
+
+    Half-precision values become float32; others keep their type.
+
+    Raises:
+        ValueError: more than `MAX_CELLS` values, or neither "components" nor "norms".
+    """
+    if values not in ("components", "norms"):
+        raise ValueError(f'values={values!r}: expected "components" or "norms".')
+    parts = dict(_per_head(tensors))
+    n_columns = len(parts) if values == "norms" else sum(tensor.shape[1] for tensor in parts.values())
+    if len(rows) * n_columns > MAX_CELLS:
+        raise ValueError(
+            f"A table of {len(rows):,} rows x {n_columns:,} columns is over {MAX_CELLS:,} cells. Narrow it with "
+            'sel(...) or select_rows(...), take values="norms", or use the tensors: acts["resid_post", 3].'
+        )
+    frames = [rows]
+    for site, tensor in parts.items():
+        wide = tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
+        if values == "norms":
+            frames.append(pd.DataFrame({str(site): wide.norm(dim=1).numpy()}))
+        else:
+            names = [f"{site}[{n}]" for n in range(wide.shape[1])]
+            frames.append(pd.DataFrame(np.array(wide.numpy()), columns=names))
+    return pd.concat(frames, axis=1)
+
+
+def _per_head(tensors: Mapping[Site, Tensor]) -> list[tuple[Site, Tensor]]:
+    parts = []
+    for site, tensor in tensors.items():
+        if tensor.dim() == 3:
+            parts += [(site.at(head=head), tensor[:, head]) for head in range(tensor.shape[1])]
+        else:
+            parts.append((site, tensor))
+    return parts
