@@ -68,8 +68,8 @@ def _split(labels: np.ndarray, groups: np.ndarray, folds: int, seed: int) -> Boo
         raise ValueError(f"All {len(labels)} labels are {classes[0].item()!r}; folds need two classes.")
     if counts.min() < folds:
         raise ValueError(
-            f"Class {classes[counts.argmin()].item()!r} has {counts.min()} rows for {folds} folds; each fold must test it. "
-            "Ask for fewer folds, or add rows."
+            f"Class {classes[counts.argmin()].item()!r} has {counts.min()} rows for {folds} folds, each of which must "
+            "test it. Ask for fewer folds, or add rows."
         )
     code, group = np.unique(labels, return_inverse=True)[1], np.unique(groups, return_inverse=True)[1]
     content = np.zeros((n_groups, len(classes)), dtype=np.int64)
