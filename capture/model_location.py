@@ -66,7 +66,7 @@ def locate(name: str | Path, *, revision: str | None = None) -> ModelLocation:
     is_bundled = text in BUNDLED and not isinstance(name, Path)
     path = _bundled_path(text) if is_bundled else Path(text).expanduser().absolute()
     looks_like_path = text.startswith((".", "/", "~")) or text.endswith(".gguf")
-    if not (is_bundled or isinstance(name, Path) or looks_like_path or path.exists()):
+    if not (is_bundled or isinstance(name, Path) or looks_like_path or (text and path.exists())):
         return _from_hub(text, revision)
     if revision is not None:
         raise ValueError(f"revision={revision!r} means something for hub ids only, and {text!r} is none. Leave it out.")

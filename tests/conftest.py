@@ -6,10 +6,13 @@ The bundled models import Microtome only when asked for: a module that fails to 
 """
 
 import os
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a forked worker would warn, and warnings are errors here
 
+import gguf
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -39,6 +42,8 @@ the a cat dog bird film book day man woman child house river tree city old new b
 bad great awful happy sad fast slow is was are were has had not very so and or but in on at of to with by he
 she it they we you i saw made took liked hated ran sat slept ate read one two three four five . , ! ? ' - :
 """
+GGUF_LETTERS = "abcdefghijklmnopqrstuv"
+GGUF_TOKENS = ["<pad>", "<s>", "</s>", *map(chr, range(33, 127)), "Ġ", *("t" + letter for letter in GGUF_LETTERS)]
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<unk>"]
 TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
@@ -125,6 +130,82 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tiny) -> Callable[..., Path]:
+    """`tiny_gguf(folder, model=None, weight_type="F32")`: a llama model of kind "llama" as `folder/tiny.gguf`.
+
+    Written as llama.cpp's converter writes it: the rows of q and k interleaved per head, matrices in `weight_type`
+    ("F32", "F16", "Q8_0", "Q4_1", ...), norms in F32; a byte-level tokenizer of single characters, no chat template.
+    """
+
+    def write(folder: Path, model: nn.Module | None = None, weight_type: str = "F32") -> Path:
+        model = model if model is not None else tiny("llama")
+        config = model.config
+        path = folder / "tiny.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_name("tiny")
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_block_count(config.num_hidden_layers)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(GGUF_TOKENS)
+        writer.add_token_types([3] * 3 + [1] * (len(GGUF_TOKENS) - 3))  # 3: control, 1: normal
+        writer.add_token_merges([f"t {letter}" for letter in GGUF_LETTERS])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        kind = gguf.GGMLQuantizationType[weight_type]
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+        for name, tensor in model.state_dict().items():
+            values = tensor.float().numpy()
+            for part, count in heads.items():
+                if part in name:
+                    rows = values.reshape(count, 2, -1, values.shape[1])
+                    values = rows.swapaxes(1, 2).reshape(values.shape)
+            stored = gguf.quants.quantize(values, kind) if values.ndim > 1 else values
+            target = names.get_name(name, try_suffixes=(".weight",))
+            assert target is not None, name
+            writer.add_tensor(target, stored, raw_dtype=kind if values.ndim > 1 else None)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache folder for this test alone, in MICROTOME_CACHE."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("MICROTOME_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def network_attempts(monkeypatch) -> list[str]:
+    """No connection and no name look-up succeeds; what tried is listed. Silence is `assert not network_attempts`."""
+    attempts: list[str] = []
+
+    def refuse(*arguments: object, **_: object) -> None:
+        attempts.append(str(arguments))
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, refuse)
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    return attempts
 
 
 @pytest.fixture(scope="session")
