@@ -132,10 +132,10 @@ def _download(name: str, revision: str | None) -> Path:
             name, revision=found.sha, allow_patterns=[*HUB_FILES, weights], ignore_patterns=["*/*"]
         )
     except (HTTPError, OSError) as error:
+        state = f" at revision {revision!r}" if revision else ""
         raise ValueError(
-            f"{name!r}{f' at revision {revision!r}' if revision else ''} is no bundled model ({', '.join(BUNDLED)}), no "
-            f"file or folder here, not in the hub's cache ({huggingface_hub.constants.HF_HUB_CACHE}), and the hub did "
-            f"not give it ({str(error).splitlines()[0]}). Check the name, or fetch it where there is a network with "
-            f"`hf download {name}`, or give a local folder."
+            f"{name!r}{state} is no bundled model ({', '.join(BUNDLED)}), no file or folder here, not in the hub's cache "
+            f"({huggingface_hub.constants.HF_HUB_CACHE}), and the hub did not give it ({str(error).splitlines()[0]}). "
+            f"Check the name, or fetch it where there is a network with `hf download {name}`, or give a local folder."
         ) from error
     return Path(folder)
