@@ -1,7 +1,6 @@
 """Activations as tables: the row columns beside one column per component, or per norm."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -14,9 +13,7 @@ from microtome.capture.sites import Site
 MAX_CELLS = 5_000_000
 
 
-def wide_frame(
-    rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: Literal["components", "norms"] = "components"
-) -> pd.DataFrame:
+def wide_frame(rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: str = "components") -> pd.DataFrame:
     """The row table and, to its right, `z.5.3[0]`, `z.5.3[1]`, ... (components) or `z.5.3` (Euclidean norms).
 
     Half-precision values become float32; others keep their type.

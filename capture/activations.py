@@ -13,7 +13,7 @@ import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -60,7 +60,7 @@ class Activations:
         groups: Sequence | np.ndarray | pd.Series | None = None,
         provenance: Mapping[str, Any] | None = None,
         allow_nonfinite: bool = False,
-    ) -> Self:
+    ) -> "Activations":
         """Features of any origin: images, sounds, recordings, another framework.
 
         Args:
@@ -140,7 +140,7 @@ class Activations:
         return cls(pd.concat(tables, ignore_index=True), tensors, provenance)
 
     @classmethod
-    def load(cls, path: str | Path, *, verify: bool = True) -> Self:
+    def load(cls, path: str | Path, *, verify: bool = True) -> "Activations":
         """Open a saved folder; tensors are mapped from disk, and read when touched.
 
         Args:
@@ -201,7 +201,7 @@ class Activations:
         layer: int | Iterable[int] | None = None,
         head: int | Iterable[int] | None = None,
         stack: str | Iterable[str] | None = None,
-    ) -> Self:
+    ) -> "Activations":
         """Only the sites that satisfy every condition: a value, or several of them.
 
         `head=` keeps sites that have heads, and gives each head asked for a `[row, d]` tensor of its own.
@@ -211,7 +211,7 @@ class Activations:
         """
         return replace(self, tensors=select_tensors(self.tensors, kind=kind, layer=layer, head=head, stack=stack))
 
-    def select_rows(self, which: str | Sequence | np.ndarray | pd.Series | Tensor) -> Self:
+    def select_rows(self, which: str | Sequence | np.ndarray | pd.Series | Tensor) -> "Activations":
         """Only some rows, renumbered from 0.
 
         Args:
@@ -238,7 +238,7 @@ class Activations:
         picked = torch.as_tensor(np.arange(self.n_rows)[index])
         return replace(self, rows=rows, tensors={s: t[picked.to(t.device)] for s, t in self.tensors.items()})
 
-    def to_frame(self, *, values: Literal["components", "norms"] = "components") -> pd.DataFrame:
+    def to_frame(self, *, values: str = "components") -> pd.DataFrame:
         """The row table with one column per component, "z.5.3[0]", or per Euclidean norm, "z.5.3", to its right.
 
         Raises:

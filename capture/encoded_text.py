@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -40,7 +40,7 @@ class EncodedText:
     n_added: tuple[int, int] = (0, 0)
     n_dropped: int = 0
 
-    def cut(self, room: int, end: Literal["left", "right"], *, keep_first: int = 0) -> Self:
+    def cut(self, room: int, end: str, *, keep_first: int = 0) -> "EncodedText":
         """The text without the middle part that does not fit: at most `room` tokens, special ones included.
 
         Args:

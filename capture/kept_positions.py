@@ -125,14 +125,13 @@ class KeptPositions:
 
         A mean over a text has the token "", a mean over a span the characters its tokens cover.
         """
-        _, token_start = self._starts
+        starts = self._starts[1][:-1]
+        columns = (array.tolist() for array in (self.text, self.position, starts, self.size, self.span))
         tokens = [
             texts[text].tokens[position]
             if position >= 0
             else _covered(texts[text], self.tokens[start : start + size], span)
-            for text, position, start, size, span in zip(
-                self.text, self.position, token_start, self.size, self.span, strict=False
-            )
+            for text, position, start, size, span in zip(*columns, strict=True)
         ]
         table = pd.DataFrame({"text": self.text, "position": self.position, "token": pd.Series(tokens, dtype="str")})
         return table.assign(span=self.span) if bool((self.span >= 0).any()) else table

@@ -15,7 +15,7 @@ before its word, and several tokens may share one character; both count as overl
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
@@ -23,7 +23,6 @@ from jaxtyping import Bool
 from microtome.capture.encoded_text import EncodedText
 from microtome.capture.kept_positions import KeptPositions
 
-Pool = Literal["mean", "last", "first", "all"]
 _POLICIES = ("last", "first", "mean", "all")
 
 
@@ -36,7 +35,7 @@ class Span:
 
     start: int
     end: int
-    pool: Pool = "all"
+    pool: str = "all"
 
 
 class _Block(NamedTuple):

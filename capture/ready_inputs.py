@@ -10,7 +10,7 @@ on. Positions of a model that shortens its input (audio) follow the model's own 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -40,7 +40,7 @@ class ReadyInputs:
     provenance: dict[str, Any]
 
     @classmethod
-    def from_mapping(cls, inputs: Mapping[str, Any], *, pad_id: int | None = None) -> Self:
+    def from_mapping(cls, inputs: Mapping[str, Any], *, pad_id: int | None = None) -> "ReadyInputs":
         """Check a mapping of model inputs and make the mask of token ids explicit.
 
         Raises:
@@ -144,8 +144,8 @@ def _checked_mask(
     ids: Int[Tensor, "batch position"], mask: Tensor | None, pad_id: int | None
 ) -> Int[Tensor, "batch position"]:
     if mask is None:
-        padded = [row for row, ends in enumerate(ids[:, [0, -1]] == pad_id) if bool(ends.any())]
-        if pad_id is not None and padded:
+        padded = [row for row, ends in enumerate(ids[:, [0, -1]].tolist()) if pad_id in ends]
+        if padded:
             raise ValueError(
                 f"input_ids has the pad token {pad_id} at an end of row {padded[0]} and no attention_mask. Pass "
                 "attention_mask too, or give each text's ids as a list of its own."

@@ -7,7 +7,6 @@ special only where the text spells it out, or, for ids without a text, where the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Bool
@@ -29,7 +28,7 @@ class SpecialTokens:
     unknown_token: str | None
 
     @classmethod
-    def of(cls, tokenizer) -> Self:
+    def of(cls, tokenizer) -> "SpecialTokens":
         """Read them off a transformers tokenizer; without a tokenizer no id is special."""
         if tokenizer is None:
             return cls(frozenset(), None, None)

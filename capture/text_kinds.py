@@ -1,6 +1,7 @@
 """What kind of texts a caller gave: strings, message lists or token ids, and one kind only."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ def name_rows(rows: Sequence[int]) -> str:
     return f"row {shown} has" if len(rows) == 1 else f"rows {shown} have"
 
 
-def list_texts(texts: Iterable) -> list:
+def list_texts(texts: Any) -> list:
     """The texts as a list.
 
     Raises:
@@ -55,7 +56,7 @@ def kind_of_texts(items: list) -> TextKind:
     return next(iter(first_row))
 
 
-def list_ids(item: Tensor | np.ndarray | Sequence[int]) -> list[int]:
+def list_ids(item: Tensor | np.ndarray | Sequence) -> list[int]:
     """Token ids as plain integers."""
     return [int(index) for index in (item.tolist() if isinstance(item, Tensor | np.ndarray) else item)]
 

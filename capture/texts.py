@@ -11,8 +11,8 @@ of a text, `"right"` its end; special tokens that the tokenizer adds around a st
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -28,11 +28,11 @@ _SHOWN_ROWS = 5
 
 
 def encode_texts(
-    texts: Iterable | Mapping,
+    texts: Any,
     tokenizer,
     *,
     module: nn.Module | None = None,
-    truncate: Literal["left", "right"] | None = None,
+    truncate: str | None = None,
     max_length: int | None = None,
     add_special_tokens: bool = True,
     add_generation_prompt: bool = False,
@@ -71,7 +71,9 @@ def encode_texts(
         items, types = list_texts(texts), None
         kind = kind_of_texts(items)
     if kind == "token_ids":
-        encoded = _encode_ids([list_ids(item) for item in items], types, tokenizer, vocabulary_size(module))
+        id_rows = [list_ids(item) for item in items]
+        _check_ids(id_rows, vocabulary_size(module))
+        encoded = _encode_ids(id_rows, types, tokenizer)
     else:
         if tokenizer is None:
             raise ValueError(f"{kind} need a tokenizer, and this model has none. Pass token ids instead.")
@@ -81,6 +83,7 @@ def encode_texts(
             settings |= {"chat_template_sha256": template_hash, "add_generation_prompt": add_generation_prompt}
         settings["add_special_tokens"] = add_special_tokens and kind == "strings"
         encoded = _encode_strings(items, tokenizer, settings["add_special_tokens"])
+        _check_ids([text.token_ids.tolist() for text in encoded], vocabulary_size(module))
     limit = length_limit(module, tokenizer) if max_length is None else max_length
     rows = _fit(encoded, limit, truncate, getattr(tokenizer, "bos_token_id", None))
     ids_hash = hashlib.sha256(json.dumps([row.token_ids.tolist() for row in rows]).encode()).hexdigest()
@@ -157,13 +160,18 @@ def _encode_strings(texts: list[str], tokenizer, add_special_tokens: bool) -> li
     return encoded
 
 
-def _encode_ids(
-    rows: list[list[int]], types: list[list[int]] | None, tokenizer, n_known: int | None
-) -> list[EncodedText]:
+def _encode_ids(rows: list[list[int]], types: list[list[int]] | None, tokenizer) -> list[EncodedText]:
     special, words = SpecialTokens.of(tokenizer), _Words(tokenizer)
     if types is None and "token_type_ids" in getattr(tokenizer, "model_input_names", ()):
         types = [[0] * len(ids) for ids in rows]
     encoded = []
+    for row, ids in enumerate(rows):
+        row_types = None if types is None else torch.tensor(types[row])
+        encoded.append(EncodedText(len(ids), special.mask(ids), words(ids), torch.tensor(ids), row_types))
+    return encoded
+
+
+def _check_ids(rows: list[list[int]], n_known: int | None) -> None:
     for row, ids in enumerate(rows):
         if outside := [index for index in ids if index < 0 or (n_known is not None and index >= n_known)]:
             known = "ids count from 0" if n_known is None else f"this model's vocabulary is 0 to {n_known - 1}"
@@ -171,14 +179,9 @@ def _encode_ids(
                 f"row {row} holds token id {outside[0]} at position {ids.index(outside[0])}; {known}. Was it encoded "
                 "with another tokenizer?"
             )
-        row_types = None if types is None else torch.tensor(types[row])
-        encoded.append(EncodedText(len(ids), special.mask(ids), words(ids), torch.tensor(ids), row_types))
-    return encoded
 
 
-def _fit(
-    encoded: list[EncodedText], limit: int | None, truncate: Literal["left", "right"] | None, bos_id: int | None
-) -> list[EncodedText]:
+def _fit(encoded: list[EncodedText], limit: int | None, truncate: str | None, bos_id: int | None) -> list[EncodedText]:
     """Cut over-long rows at the end that `truncate` names, or refuse them."""
     long = [row for row, text in enumerate(encoded) if limit is not None and text.length > limit]
     if long and truncate is None:
