@@ -79,7 +79,7 @@ def capture(
             labels of another length.
         TypeError: texts or positions of no accepted kind.
     """
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model)
+    loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model, name=type(model).__name__)
     module = loaded.module
     encoded = encode_texts(
         texts,
@@ -233,7 +233,9 @@ class _Run:
         longest = self.longest
         done = {}
         for site, parts in self.kept.items():
-            values = [nn.functional.pad(v, (0, longest - v.shape[-1])) if site.kind == "pattern" else v for _, v in parts]
+            values = [
+                nn.functional.pad(v, (0, longest - v.shape[-1])) if site.kind == "pattern" else v for _, v in parts
+            ]
             done[site] = torch.cat(values)
         return done
 
@@ -271,13 +273,17 @@ def _two_rows(inputs: ReadyInputs, module: nn.Module) -> dict[str, Any] | None:
     return inputs.model_inputs(rows, device=parameter.device, dtype=parameter.dtype)
 
 
-def _with_labels(table: pd.DataFrame, labels: Mapping[str, Sequence] | pd.DataFrame | None, n_texts: int) -> pd.DataFrame:
+def _with_labels(
+    table: pd.DataFrame, labels: Mapping[str, Sequence] | pd.DataFrame | None, n_texts: int
+) -> pd.DataFrame:
     if labels is None:
         return table
     for name in labels:
         if name in table.columns:
             raise ValueError(f"labels has a column {name!r}, which the row table has itself. Give it another name.")
         if len(labels[name]) != n_texts:
-            raise ValueError(f"labels[{name!r}] has {len(labels[name])} entries for {n_texts} texts; one per text is expected.")
+            raise ValueError(
+                f"labels[{name!r}] has {len(labels[name])} entries for {n_texts} texts; one per text is expected."
+            )
     chosen = table["text"].to_numpy()
     return table.assign(**{name: pd.Series(labels[name]).reset_index(drop=True).to_numpy()[chosen] for name in labels})

@@ -1,0 +1,105 @@
+"""The command `microtome`. Options are made from the settings' fields; `--config FILE.yaml` gives them all at once.
+
+Heavy imports happen inside the commands, so that `--help` answers at once. A user's error is one clear line and exit
+code 2.
+"""
+
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Literal
+
+import typer
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+
+from microtome.app.config import DemoConfig
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Cut thin slices out of any transformer while it runs.",
+)
+_FIELDS = DemoConfig.model_fields
+
+
+def _option(name: str, *flags: str) -> typer.models.OptionInfo:
+    return typer.Option(
+        *flags, help=f"{_FIELDS[name].description} [default: {_FIELDS[name].default}]", show_default=False
+    )
+
+
+@app.callback()
+def _microtome() -> None:
+    """Cut thin slices out of any transformer while it runs."""
+
+
+@app.command()
+def demo(
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings; options override it")] = None,
+    model: Annotated[str | None, _option("model", "--model")] = None,
+    data: Annotated[str | None, _option("data", "--data")] = None,
+    text_column: Annotated[str | None, _option("text_column", "--text-column")] = None,
+    label_column: Annotated[str | None, _option("label_column", "--label-column")] = None,
+    group_column: Annotated[str | None, _option("group_column", "--group-column")] = None,
+    texts: Annotated[int | None, _option("texts", "--texts")] = None,
+    position: Annotated[Literal["last", "mean", "first"] | None, _option("position", "--position")] = None,
+    truncate: Annotated[Literal["left", "right"] | None, _option("truncate", "--truncate")] = None,
+    folds: Annotated[int | None, _option("folds", "--folds")] = None,
+    inner_folds: Annotated[int | None, _option("inner_folds", "--inner-folds")] = None,
+    permutations: Annotated[int | None, _option("permutations", "--permutations")] = None,
+    bootstraps: Annotated[int | None, _option("bootstraps", "--bootstraps")] = None,
+    seed: Annotated[int | None, _option("seed", "--seed")] = None,
+    out: Annotated[Path | None, _option("out", "--out")] = None,
+    name: Annotated[str | None, _option("name", "--name")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """From text to a per-head probe map: capture, probe every layer and head with controls, and write a report."""
+    given = {key: value for key, value in locals().items() if key in _FIELDS and value is not None}
+    with _user_errors():
+        settings = _settings(config, given)
+        from microtome.app.demo import run_demo
+
+        run_demo(settings, as_json=as_json)
+
+
+def _settings(config: Path | None, given: dict) -> DemoConfig:
+    held: dict = {}
+    if config is not None:
+        try:
+            held = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{config} is no YAML: {str(error).splitlines()[0]}.") from error
+        if not isinstance(held, dict):
+            raise ValueError(f"{config} holds a {type(held).__name__}; settings are names with values, 'texts: 640'.")
+    return DemoConfig(**(held | given))
+
+
+class _user_errors:
+    """Turn what a user can mend into one line and exit code 2; anything else keeps its traceback."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, ValidationError):
+            lines = [f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
+            _fail("; ".join(lines))
+        if isinstance(error, (ValueError, KeyError, IndexError, TypeError, FileNotFoundError, FileExistsError)):
+            while trace.tb_next is not None:
+                trace = trace.tb_next
+            if trace.tb_frame.f_globals.get("__name__", "").startswith("microtome."):  # a check of ours, not a crash
+                _fail(error.args[0] if isinstance(error, KeyError) else str(error))
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True, highlight=False).print(f"[red]microtome:[/red] {message}", soft_wrap=True)
+    sys.exit(2)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
