@@ -136,6 +136,7 @@ def _download(name: str, revision: str | None) -> Path:
         raise ValueError(
             f"{name!r}{state} is no bundled model ({', '.join(BUNDLED)}), no file or folder here, not in the hub's "
             f"cache ({huggingface_hub.constants.HF_HUB_CACHE}), and the hub did not give it "
-            f"({str(error).splitlines()[0]}). Check the name, or fetch it where there is a network with `hf download {name}`, or give a local folder."
+            f"({str(error).splitlines()[0]}). Check the name, or fetch it where there is a "
+            f"network with `hf download {name}`, or give a local folder."
         ) from error
     return Path(folder)
