@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from microtome.capture.layouts import PHASE_THROUGH, HeadWrite, Layout, Passing
 from microtome.capture.sites import Site
@@ -238,7 +238,7 @@ def delta_of(function: Callable[[Tensor, EditContext], Tensor], value: Tensor, a
     return delta.broadcast_to(value.shape)
 
 
-def with_context(edit: Callable) -> Callable[[Tensor, EditContext], Tensor]:
+def with_context(edit: object) -> Callable[[Tensor, EditContext], Tensor]:
     """An edit of one argument (the value) or two (value, context) as one of two.
 
     Raises:
@@ -247,18 +247,18 @@ def with_context(edit: Callable) -> Callable[[Tensor, EditContext], Tensor]:
     if not callable(edit):
         raise TypeError(f"An edit is a function of the value that returns the delta to add. Got {edit!r}.")
     try:
-        parameters = inspect.signature(edit).parameters.values()
+        signature = inspect.signature(edit.forward if isinstance(edit, nn.Module) else edit)
     except ValueError:  # some functions written in C have no signature; torch's take the value alone
         return lambda value, at: edit(value)
+    parameters = signature.parameters.values()
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in places if p.default is p.empty]
-    if len(required) == 2 or (len(places) >= 2 and places[1].name == "at"):
+    required = sum(p.default is p.empty for p in places)
+    takes_any = any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    if required > 2 or not (places or takes_any):
+        raise TypeError(
+            f"The edit {edit!r} takes {required} arguments; expected one (the value) or two (the value and its "
+            "EditContext)."
+        )
+    if required == 2 or not places or (len(places) > 1 and places[1].name == "at"):
         return edit
-    if len(required) == 1 or (not required and places):
-        return lambda value, at: edit(value)
-    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
-        return edit
-    raise TypeError(
-        f"The edit {edit!r} takes {len(required)} arguments; expected one (the value) or two (the value and its "
-        "EditContext)."
-    )
+    return lambda value, at: edit(value)

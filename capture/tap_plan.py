@@ -157,6 +157,11 @@ class _Places:
         if queries is not None:
             live = LivePatternRead(site, _heads_of(site), queries, read.select, read.keep_graph)
         else:
+            if read.keep_graph and site.kind == "resid_mid" and tap.through is not None:
+                raise ValueError(
+                    f"{site} with keep_graph=True would give the gradient through the MLP alone: here it is the MLP's "
+                    f"input, not the trunk. Read {tap.through}: its gradient is {tap.factor:g} times that of {site}."
+                )
             layout, phase = _layout(tap, site.head)
             live = LiveRead(site, tap.point.slot, phase, layout, read.select, read.keep_graph)
         self.reads[site] = live
