@@ -109,7 +109,7 @@ def _write(folder: Path, rows: pd.DataFrame, tensors: Mapping[Site, Tensor], pro
         rows.to_parquet(folder / _ROWS, index=False)
     except (pyarrow.ArrowException, ValueError) as error:
         raise TypeError(f"rows cannot be written as Parquet: {error}. Give every column one type.") from error
-    save_file({str(site): _standalone(tensor) for site, tensor in tensors.items()}, folder / _TENSORS)
+    save_file(_standalone(tensors), folder / _TENSORS)
     manifest["files"] = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in (_TENSORS, _ROWS)
     }
@@ -119,10 +119,17 @@ def _write(folder: Path, rows: pd.DataFrame, tensors: Mapping[Site, Tensor], pro
             os.fsync(file.fileno())
 
 
-def _standalone(tensor: Tensor) -> Tensor:
-    """Contiguous, on the CPU and alone in its storage, as the file format wants it; a copy only if it is not so."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _standalone(tensors: Mapping[Site, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, on the CPU and each alone in its storage, as the file format wants them; copies only where not so."""
+    alone: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for site, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        is_alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in taken
+        alone[str(site)] = tensor if is_alone else tensor.clone()
+        taken.add(storage.data_ptr())
+    return alone
 
 
 def _put_in_place(scratch: Path, path: Path) -> None:
