@@ -59,7 +59,8 @@ def demo_data(config: DemoConfig) -> pd.DataFrame:
     values = sorted(table["label"].unique())
     if len(values) != 2:
         raise ValueError(
-            f"{config.data}: column {config.label_column!r} has {len(values)} values ({values[:5]}); a probe map needs two."
+            f"{config.data}: column {config.label_column!r} has {len(values)} values ({values[:5]}); a probe map "
+            "needs two."
         )
     table = table.assign(label=table["label"] == values[1])
     if "group" not in table:
@@ -179,10 +180,10 @@ def demo_report(
         Section("What it took", table=pd.DataFrame({"step": list(seconds), "seconds": list(seconds.values())})),
     ]
     lead = (
-        f"A linear probe at every layer's residual stream and every head of {loaded.provenance.name}, at the {config.position} "
-        f"token of {len(table)} texts ({config.data}). Scores are out of fold, folds keep groups together, the penalty's "
-        "strength is chosen inside each fold; intervals are from a bootstrap over groups, and beside every site stands "
-        "the same pipeline on shuffled labels."
+        f"A linear probe at every layer's residual stream and every head of {loaded.provenance.name}, at the "
+        f"{config.position} token of {len(table)} texts ({config.data}). Scores are out of fold, folds keep groups "
+        "together, the penalty's strength is chosen inside each fold; intervals are from a bootstrap over groups, and "
+        "beside every site stands the same pipeline on shuffled labels."
     )
     return html_report(
         f"{config.data}: probe map of {config.model}",

@@ -12,6 +12,7 @@ from statistics import median
 
 import torch
 from ledger import record
+
 from microtome.capture import capture, dissect, load_model, taps
 from microtome.capture.batches import MAX_TOKENS, make_batch, plan_batches
 from microtome.capture.limits import pad_id
@@ -80,14 +81,32 @@ def main() -> None:
 
     n = f"n={len(texts)} texts, {sum(encoded.lengths)} tokens, SmolLM2-135M float32, {torch.get_num_threads()} threads"
     ratio, every = paired(everything, bare, options.pairs)
-    record("capture: z and resid_post of all 30 layers, all positions, cloned, over the bare trunk", ratio, "<= 1.05",
-           ratio <= 1.05, "the trunk on the same batches", f"{n}; pairs {every}")
+    record(
+        "capture: z and resid_post of all 30 layers, all positions, cloned, over the bare trunk",
+        ratio,
+        "<= 1.05",
+        ratio <= 1.05,
+        "the trunk on the same batches",
+        f"{n}; pairs {every}",
+    )
     ratio, every = paired(whole_capture, bare, options.pairs)
-    record("capture(): the same into one Activations, tokenising and table included, over the bare trunk", ratio, "none",
-           None, "the trunk on the same batches", f"{n}; pairs {every}")
+    record(
+        "capture(): the same into one Activations, tokenising and table included, over the bare trunk",
+        ratio,
+        "none",
+        None,
+        "the trunk on the same batches",
+        f"{n}; pairs {every}",
+    )
     ratio, every = paired(up_to_ten, bare, options.pairs)
-    record("capture() up to layer 10 of 30 over the full trunk", ratio, "<= 0.40", ratio <= 0.40,
-           "the trunk on the same batches", f"{n}; pairs {every}")
+    record(
+        "capture() up to layer 10 of 30 over the full trunk",
+        ratio,
+        "<= 0.40",
+        ratio <= 0.40,
+        "the trunk on the same batches",
+        f"{n}; pairs {every}",
+    )
 
     mixed = sentiment(per_domain=128).sample(512, random_state=0)["text"].tolist()
     rows = encode_texts(mixed, loaded.tokenizer, module=module)
@@ -103,8 +122,14 @@ def main() -> None:
         return forward
 
     ratio, every = paired(run(in_file_order), run(bucketed), options.pairs)
-    record("batches: 16 texts in file order over length-bucketed", ratio, ">= 1.5", ratio >= 1.5,
-           "16 consecutive texts padded to the longest", f"512 texts, {sum(rows.lengths)} tokens; pairs {every}")
+    record(
+        "batches: 16 texts in file order over length-bucketed",
+        ratio,
+        ">= 1.5",
+        ratio >= 1.5,
+        "16 consecutive texts padded to the longest",
+        f"512 texts, {sum(rows.lengths)} tokens; pairs {every}",
+    )
 
 
 if __name__ == "__main__":

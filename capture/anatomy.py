@@ -253,11 +253,12 @@ class Anatomy:
         offered = [s for s in self.taps if s.kind == site.kind and s.stack == site.stack]
         if offered and site.layer is not None and site.layer >= self.layers:
             raise IndexError(
-                f"{site}: layer {site.layer} is out of range. This {self.model_class} has {self.layers} layers, 0 to {self.layers - 1}."
+                f"{site}: layer {site.layer} is out of range. This {self.model_class} has {self.layers} layers, "
+                f"0 to {self.layers - 1}."
             )
         stacks = sorted({s.stack for s in self.taps if s.stack != site.stack and s.kind == site.kind})
         hint = f"Name a stack: {', '.join(f'{s}.{site.kind}' for s in stacks)}. " if stacks else ""
         raise KeyError(
-            f"This {self.model_class} offers no site {str(site)!r}. {hint}{near_matches(str(site), map(str, self.taps))} "
-            f"Kinds on offer: {', '.join(dict.fromkeys(s.kind for s in self.sites))}."
+            f"This {self.model_class} offers no site {str(site)!r}. {hint}"
+            f"{near_matches(str(site), map(str, self.taps))} Kinds on offer: {', '.join(dict.fromkeys(s.kind for s in self.sites))}."
         )

@@ -18,6 +18,8 @@ from microtome.capture.trunk import Chain, Norms, NotWalkable, Walk
 
 MOVED = 1e-4  # relative change that counts as having moved; rounding is 1e-6, a real dependence 1e-2 and more
 POSITION = 1  # the position that is changed
+TERM_KINDS = ("resid_mid", "attn_out", "mlp_out", "mlp_act")
+HEAD_KINDS = ("q", "k", "q_rot", "k_rot", "v", "z", "head_out", "pattern")
 
 
 @dataclass
@@ -30,7 +32,7 @@ class BlockParts:
 
 
 def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], norms: Norms) -> BlockParts:
-    """Everything about block k that one recorded forward and a few replays of this block show; nothing is proved yet."""
+    """What one recorded forward and a few replays of block k show of its parts; nothing is proved yet."""
     call = graph.calls[chain.calls[k]]
     width = graph.nodes[chain.exit_node(graph, k)].value.shape[-1]
     entry, exit = Point(call.path, "in", chain.entry), Point(call.path, "out", chain.exit)
@@ -40,7 +42,7 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     try:
         walk = Walk(graph, chain.calls[k], chain.entry_node(graph, k), chain.exit_node(graph, k), norms)
     except NotWalkable as reason:
-        for kind in ("resid_mid", "attn_out", "mlp_out", "mlp_act", "q", "k", "q_rot", "k_rot", "v", "z", "head_out", "pattern"):
+        for kind in (*TERM_KINDS, *HEAD_KINDS):
             parts.unavailable[Site(kind, k)] = f"the stream could not be followed through block {call.path}: {reason}"
         return parts
     mixing = _mixing(graph, chain, k, walk)
@@ -57,8 +59,7 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     mixers = [i for i, mixes in enumerate(mixing) if mixes]
     mlps = [i for i, mixes in enumerate(mixing) if not mixes]
     is_parallel = bool(
-        len(mixers) == len(mlps) == 1
-        and walk.terms[mlps[0]].node not in graph.descendants(walk.terms[mixers[0]].node)
+        len(mixers) == len(mlps) == 1 and walk.terms[mlps[0]].node not in graph.descendants(walk.terms[mixers[0]].node)
     )
     parts.block = Block(call.path, entry, exit, contributions, hops, parts.block.seams, is_parallel)
     _add_terms(parts, graph, walk, k, width, mixers, mlps, chain.calls[k])
@@ -109,14 +110,17 @@ def _add_terms(
             point = parts.block.contributions[found[0]].point
             parts.taps.append(Tap(Site(kind, k), point, width=width, factor=walk.terms[found[0]].factor))
         else:
-            parts.unavailable[Site(kind, k)] = f"{len(found)} of the terms of block {parts.block.path} {what}; one was expected"
+            reason = f"{len(found)} of the terms of block {parts.block.path} {what}; one was expected"
+            parts.unavailable[Site(kind, k)] = reason
     if len(mlps) == 1 and (linear := last_linear(graph, walk.terms[mlps[0]].node, block)) is not None:
         slot, node = next(iter(graph.calls[linear].inputs.items()))
         value = graph.nodes[node].value
         if value.ndim == 3 and value.shape[:2] == graph.nodes[walk.entry].value.shape[:2]:
-            parts.taps.append(Tap(Site("mlp_act", k), Point(graph.calls[linear].path, "in", slot), width=value.shape[-1]))
+            point = Point(graph.calls[linear].path, "in", slot)
+            parts.taps.append(Tap(Site("mlp_act", k), point, width=value.shape[-1]))
         else:
-            parts.unavailable[Site("mlp_act", k)] = f"the MLP's last linear map gets a tensor of shape {tuple(value.shape)}"
+            reason = f"the MLP's last linear map gets a tensor of shape {tuple(value.shape)}"
+            parts.unavailable[Site("mlp_act", k)] = reason
     else:
         parts.unavailable[Site("mlp_act", k)] = f"block {parts.block.path} has no single MLP with a last linear map"
     _add_resid_mid(parts, graph, walk, k, width, mixers, mlps, block)
@@ -127,7 +131,7 @@ def _add_resid_mid(
 ) -> None:
     site = Site("resid_mid", k)
     if len(mixers) != 1 or len(mlps) != 1:
-        parts.unavailable[site] = f"block {parts.block.path} has {len(mixers)} mixers and {len(mlps)} MLPs, not one of each"
+        parts.unavailable[site] = f"block {parts.block.path} has {len(mixers)} mixers and {len(mlps)} MLPs, not 1 and 1"
         return
     if parts.block.is_parallel:
         parts.unavailable[site] = "attention and MLP are added in parallel; there is no stream between them"
@@ -163,7 +167,14 @@ def _add_resid_mid(
 
 
 def _add_heads(
-    parts: BlockParts, graph: OpGraph, walk: Walk, k: int, width: int, mixer: int, seams: tuple[SeamRecord, ...], chain: Chain
+    parts: BlockParts,
+    graph: OpGraph,
+    walk: Walk,
+    k: int,
+    width: int,
+    mixer: int,
+    seams: tuple[SeamRecord, ...],
+    chain: Chain,
 ) -> None:
     block = chain.calls[k]
     linear = last_linear(graph, walk.terms[mixer].node, block)
@@ -198,13 +209,15 @@ def _add_heads(
             parts.taps.append(Tap(Site(kind, k), at_seam, None, heads, d_head))
         else:
             parts.unavailable[Site(kind, k)] = (
-                f"no module output holds the {kind} heads as columns; {kind}_rot, at the attention interface, is available"
+                f"no module output holds the {kind} heads as columns; {kind}_rot is available"
             )
         if kind != "v":
             parts.taps.append(Tap(Site(f"{kind}_rot", k), at_seam, None, heads, d_head))
 
 
-def _z_tap(graph: OpGraph, k: int, linear: int | None, seam: SeamRecord | None) -> tuple[Tap | None, HeadColumns | None]:
+def _z_tap(
+    graph: OpGraph, k: int, linear: int | None, seam: SeamRecord | None
+) -> tuple[Tap | None, HeadColumns | None]:
     """z at the attention interface where it is the projection's input, else at the projection's input."""
     if linear is None:
         return None, None

@@ -1,8 +1,8 @@
 """Find a transformer's parts by the data flow of one recorded forward, and prove them before they are offered.
 
 `dissect(model)` needs no list of model names and no attribute paths by family: blocks are a chain on the op
-graph, contributions and factors come from walking the residual trunk, mixer and MLP are told apart by moving one position,
-head layouts and q, k, v columns by matching values at transformers' attention interface. Then every identity is
+graph, contributions and factors come from walking the residual trunk, mixer and MLP are told apart by moving one
+position, head layouts and q, k, v columns by matching values at transformers' attention interface. Then every identity is
 checked on a second batch with ordinary hooks (`microtome.capture.proof`); only what holds is offered.
 """
 
@@ -236,15 +236,15 @@ def _refusal(tap: Tap, proof: Proof) -> str:
     else:
         rests_on.append(("fires", f"attention interface of {tap.point.module}"))
     if kind in ("z", "head_out"):
-        rests_on += [(i.name, i.site) for i in proof.record if i.name == "head causality" and i.site.startswith(f"z.{k}.")]
+        rests_on += proof.checked("head causality", f"z.{k}.")
         if tap.point.side == "seam":
             rests_on.append(("seam parity", f"z.{k}"))
     if kind in ("q", "k", "v") and tap.heads is not None:
-        rests_on += [(i.name, i.site) for i in proof.record if i.name == f"{kind} edit" and i.site.startswith(f"{kind}.{k}.")]
+        rests_on += proof.checked(f"{kind} edit", f"{kind}.{k}.")
     if kind in ("k", "v", "k_rot", "pattern"):
-        rests_on += [(i.name, i.site) for i in proof.record if i.name == "key groups" and i.site.startswith(f"k.{k}.")]
+        rests_on += proof.checked("key groups", f"k.{k}.")
     if tap.point.side == "seam":
         rests_on.append(("seam parity", "logits"))
     if kind == "resid_post" and k is not None:
-        rests_on += [(i.name, i.site) for i in proof.record if i.name == "chain" and i.site == f"resid_post.{k}"]
+        rests_on += proof.checked("chain", f"resid_post.{k}")
     return "; ".join(proof.failure(name, site) for name, site in rests_on if not proof.holds(name, site))

@@ -82,7 +82,10 @@ def before_rotation(graph: OpGraph, mixer: int, rotated: int, *, source: int) ->
             continue
         flat = value.reshape(batch * positions, heads * width)
         for origin in wide:
-            if origin.index <= node.index and (match := column_match(flat, origin.value.reshape(batch * positions, -1))) is not None:
+            if origin.index > node.index:
+                continue
+            match = column_match(flat, origin.value.reshape(batch * positions, -1))
+            if match is not None:
                 index, slot = outputs[origin.index]
                 return Point(graph.calls[index].path, "out", slot), HeadColumns(match.view(heads, width))
     return None
@@ -102,11 +105,12 @@ def last_linear(graph: OpGraph, term: int, block: int) -> int | None:
 
 
 def head_axis(graph: OpGraph, index: int) -> tuple[int, int] | None:
-    """Number and width of heads of a `[batch, position, head * d_head]` node, from the 4-D tensor it is reshaped from."""
+    """Number and width of heads of a `[batch, position, head * d_head]` node, from the 4-D tensor behind it."""
     batch, positions, width = graph.nodes[index].value.shape
     for node in graph.ancestors(index):
         if not graph.same_value(node.index, index):
             return None
-        if node.value.ndim == 4 and node.value.shape[:2] == (batch, positions) and node.value.shape[2:].numel() == width:
-            return node.value.shape[2], node.value.shape[3]
+        shape = node.value.shape
+        if len(shape) == 4 and shape[:2] == (batch, positions) and shape[2:].numel() == width:
+            return shape[2], shape[3]
     return None

@@ -73,7 +73,7 @@ class Ref:
 
 
 def map_tensors(tree: Any, f: Callable[[Tensor], Any], leaf: type = Tensor) -> Any:
-    """The same nesting of tuples, lists and dicts with `f` applied to every leaf of that type; other values are kept."""
+    """The same nesting of tuples, lists and dicts with `f` applied to every leaf of that type; the rest is kept."""
     if isinstance(tree, leaf):
         return f(tree)
     if isinstance(tree, tuple):
@@ -141,7 +141,7 @@ class OpGraph(TorchFunctionMode):
         output = func(*args, **kwargs)
         in_place = name in IN_PLACE_DUNDERS or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
         if name == "__get__":
-            name = (resolve_name(func) or "").split(".")[-2]
+            name = (resolve_name(func) or "get.get").split(".")[-2]
         if in_place and inputs:
             target = kwargs.get("out", args[0] if args else None)
             if isinstance(target, Tensor):

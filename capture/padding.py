@@ -1,7 +1,8 @@
 """Which way of padding leaves a model's activations as they are without padding: tried, not looked up.
 
 Texts of unequal length run alone and in one padded batch, on either side, with and without explicit position ids
-(`cumsum(mask) - 1`). A recipe passes if the last block's output at every real position agrees to 1e-4 of the largest value.
+(`cumsum(mask) - 1`). A recipe passes if the last block's output at every real position agrees to 1e-4 of the largest
+value.
 GPT-2 kinds need the ids on the left side; RoBERTa kinds, which count from their padding index, must not get them.
 """
 
@@ -24,7 +25,9 @@ def call_options(model: nn.Module) -> dict[str, bool]:
     return {"use_cache": False} if "use_cache" in accepted or "kwargs" in accepted else {}
 
 
-def padding_errors(model: nn.Module, exit: Point, sequences: list[Tensor], *, pad_id: int) -> dict[PaddingRecipe, float]:
+def padding_errors(
+    model: nn.Module, exit: Point, sequences: list[Tensor], *, pad_id: int
+) -> dict[PaddingRecipe, float]:
     """Relative error of the last block's output for every recipe, padded against alone.
 
     Args:

@@ -3,7 +3,7 @@
     fires          every tapped module runs exactly once in a forward
     chain          resid_post.k is resid_pre.k+1, bit for bit
     sum            resid_post = trunk(resid_pre, contributions), with the factors that were found
-    edit           replacing the contributions by their values, one of them changed at random, gives what the formula says
+    edit           the contributions replaced by their values, one changed at random, give what the formula says
     not empty      a contribution is at least 1e-3 of the stream, so that nothing above holds vacuously
     head sum       sum over heads of z_h W_O^h, plus the bias, is the output projection's output
     head causality halving one head's queries (or its pattern) moves that head's columns of z and no others
@@ -60,11 +60,18 @@ class Proof:
         """Whether an identity was checked at a site and held."""
         return any(i.holds for i in self.record if i.name == name and i.site == site)
 
+    def checked(self, name: str, site: str) -> list[tuple[str, str]]:
+        """Every check of an identity at sites that begin so, as (name, site)."""
+        return [
+            (i.name, i.site) for i in self.record if i.name == name and f"{i.site}.".startswith(site.rstrip(".") + ".")
+        ]
+
     def failure(self, name: str, site: str) -> str:
         """One sentence on why an identity does not hold at a site."""
         for i in self.record:
             if i.name == name and i.site == site and not i.holds:
-                return f"identity '{name}' misses by {i.error:.2g} (limit {i.limit:.0e}){': ' + i.note if i.note else ''}"
+                note = f": {i.note}" if i.note else ""
+                return f"identity '{name}' misses by {i.error:.2g} (limit {i.limit:.0e}){note}"
         return f"identity '{name}' could not be checked"
 
     def label(self, point: Point) -> str:
@@ -273,7 +280,8 @@ class HalvedHead(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.done:
             return func(*args, **kwargs)
-        if func is functional.scaled_dot_product_attention and args and args[0].ndim == 4 and args[0].shape[1] == self.heads:
+        is_attention = func is functional.scaled_dot_product_attention and args and args[0].ndim == 4
+        if is_attention and args[0].shape[1] == self.heads:
             self.done = True
             query = args[0].clone()
             query[:, self.head] *= 0.5
@@ -306,5 +314,3 @@ def _relative(value: Tensor, reference: Tensor) -> float:
     """Largest over positions of max|value - reference| / max|reference| at that position."""
     error = (value.float() - reference.float()).abs().amax(-1)
     return float((error / reference.float().abs().amax(-1).clamp(min=1e-30)).max())
-
-

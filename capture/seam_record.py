@@ -1,7 +1,7 @@
 """Which modules call transformers' attention interface in a forward, and with what; optionally with other arguments.
 
-The recording of `microtome.capture.dissect` and its proof: q, k and v as the implementation gets them, z as it returns it.
-Models that do not use the interface do not appear in the record.
+The recording of `microtome.capture.dissect` and its proof: q, k and v as the implementation gets them, z as it returns
+it. Models that do not use the interface do not appear in the record.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from microtome.capture.attention_seam import SeamCall, intercepted, switch_off, 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call: q `[batch, head, query, d_head]`, k and v `[batch, kv_head, key, d_head]`, z `[batch, query, head, d_head]`."""
+    """One call: q `[batch, head, query, d_head]`, k, v `[batch, kv_head, key, d_head]`, z `[batch, query, head, d_head]`."""
 
     query: Tensor
     key: Tensor

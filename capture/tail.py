@@ -77,7 +77,10 @@ def _unscaled(graph: OpGraph, index: int) -> tuple[float, float | None, int]:
             fixed = [float(graph.nodes[p].value) for p in node.parents if graph.nodes[p].value.numel() == 1]
             (number,) = [*node.numbers, *fixed] or [1.0]
             number = number if node.op in MULTIPLICATIONS else 1 / number
-            before, after = (before * number, after) if is_capped or "tanh" not in _ops_back(graph, source) else (before, after * number)
+            if is_capped or "tanh" not in _ops_back(graph, source):
+                before *= number
+            else:
+                after *= number
         elif node.op == "tanh" and len(tensors) == 1:
             is_capped = True
         else:
@@ -101,6 +104,7 @@ def token_embedding(graph: OpGraph, ids: Tensor | None) -> Point | None:
         if node.op == "embedding" and node.call > 0:
             indices = graph.nodes[node.parents[0]].value
             call = graph.calls[node.call]
-            if indices.numel() == ids.numel() and indices.flatten().equal(ids.flatten()) and list(call.outputs) == [None]:
+            is_lookup = indices.numel() == ids.numel() and indices.flatten().equal(ids.flatten())
+            if is_lookup and list(call.outputs) == [None]:
                 return Point(call.path, "out", None)
     return None

@@ -1,12 +1,13 @@
 """The residual stream on the recorded op graph: which modules are blocks, and what each block adds to its stream.
 
 Blocks are a chain: modules of one class in one container, each of which takes the tensor that the one before
-returned. Inside a block the trunk is walked back from its output through additions, multiplications by numbers, views and
-norms; the operand from which the block's input is reachable by such steps alone is the trunk, the other is a
+returned. Inside a block the trunk is walked back from its output through additions, multiplications by numbers, views
+and norms; the operand from which the block's input is reachable by such steps alone is the trunk, the other is a
 contribution, and the numbers met on the way are its factor. A norm is recognised by what it does: it depends on
 the position alone, mixes the coordinates, and does not change when its input is doubled.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +84,7 @@ def _linked_runs(graph: OpGraph, calls: list[int]) -> list[Chain]:
     runs: list[Chain] = []
     run: list[int] = calls[:1]
     link: tuple | None = None
-    for before, after in zip(calls, calls[1:], strict=False):
+    for before, after in itertools.pairwise(calls):
         found = _link(graph, graph.calls[before], graph.calls[after])
         if found and link in (None, found):
             link = found
@@ -101,7 +102,9 @@ def _linked_runs(graph: OpGraph, calls: list[int]) -> list[Chain]:
     return runs
 
 
-def _link(graph: OpGraph, before: Call, after: Call, *, same_shape: bool = False) -> tuple[int | str, int | str | None] | None:
+def _link(
+    graph: OpGraph, before: Call, after: Call, *, same_shape: bool = False
+) -> tuple[int | str, int | str | None] | None:
     for exit_slot, out in before.outputs.items():
         value = graph.nodes[out].value
         if not value.is_floating_point() or value.ndim < 2:

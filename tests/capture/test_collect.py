@@ -4,12 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+
 from microtome.capture.collect import capture
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel
 from microtome.capture.positions import Span
 from microtome.capture.taps import Read, taps
-from torch import nn
 
 TEXTS = [
     "the cat sat on the big red house .",

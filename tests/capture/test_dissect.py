@@ -83,7 +83,7 @@ def test_grouped_queries_have_fewer_key_value_heads(anatomy_of) -> None:
     anatomy = anatomy_of("llama")
     counts = {kind: anatomy.tap((kind, 0)).head_count for kind in ("q", "k", "v", "k_rot", "z", "pattern")}
     assert counts == {"q": 4, "k": 2, "v": 2, "k_rot": 2, "z": 4, "pattern": 4}
-    with pytest.raises(IndexError, match="has 2 heads, 0 to 1 .key-value heads."):
+    with pytest.raises(IndexError, match=r"has 2 heads, 0 to 1 .key-value heads."):
         anatomy.tap("k.0.2")
 
 
