@@ -260,5 +260,6 @@ class Anatomy:
         hint = f"Name a stack: {', '.join(f'{s}.{site.kind}' for s in stacks)}. " if stacks else ""
         raise KeyError(
             f"This {self.model_class} offers no site {str(site)!r}. {hint}"
-            f"{near_matches(str(site), map(str, self.taps))} Kinds on offer: {', '.join(dict.fromkeys(s.kind for s in self.sites))}."
+            f"{near_matches(str(site), map(str, self.taps))} "
+            f"Kinds on offer: {', '.join(dict.fromkeys(s.kind for s in self.sites))}."
         )

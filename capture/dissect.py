@@ -2,8 +2,8 @@
 
 `dissect(model)` needs no list of model names and no attribute paths by family: blocks are a chain on the op
 graph, contributions and factors come from walking the residual trunk, mixer and MLP are told apart by moving one
-position, head layouts and q, k, v columns by matching values at transformers' attention interface. Then every identity is
-checked on a second batch with ordinary hooks (`microtome.capture.proof`); only what holds is offered.
+position, head layouts and q, k, v columns by matching values at transformers' attention interface. Then every identity
+is checked on a second batch with ordinary hooks (`microtome.capture.proof`); only what holds is offered.
 """
 
 import inspect

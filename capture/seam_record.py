@@ -15,7 +15,7 @@ from microtome.capture.attention_seam import SeamCall, intercepted, switch_off, 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call: q `[batch, head, query, d_head]`, k, v `[batch, kv_head, key, d_head]`, z `[batch, query, head, d_head]`."""
+    """One call: q `[batch, head, query, d_head]`, k, v `[batch, kv_head, key, d_head]`, z `[batch, query, head, d]`."""
 
     query: Tensor
     key: Tensor

@@ -90,7 +90,11 @@ def test_positions_are_those_asked_for(loaded) -> None:
     for text in range(len(TEXTS)):
         assert furthest(of(text)[-1:], kept("last")[text : text + 1]) < 1e-5
         assert furthest(of(text)[:1], kept("first")[text : text + 1]) < 1e-5
-        assert furthest(of(text)[-2:-1], kept(-2)[text : text + 1]) < 1e-5
+        assert furthest(of(text)[-1:], kept(-1)[text : text + 1]) < 1e-5
+    second = capture(model, TEXTS[:3], "resid_post.1", -2, progress=False)
+    for text in range(3):
+        assert furthest(of(text)[-2:-1], second["resid_post.1"][text : text + 1]) < 1e-5
+    for text in range(len(TEXTS)):
     for text in range(len(TEXTS)):
         assert furthest(of(text).mean(0)[None], kept("mean")[text : text + 1]) < 1e-5
     start = TEXTS[0].index("big")
