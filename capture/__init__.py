@@ -15,6 +15,6 @@ from microtome.capture.sites import KINDS as KINDS
 from microtome.capture.sites import Site as Site
 from microtome.capture.tap_plan import Edit as Edit
 from microtome.capture.tap_plan import Read as Read
-from microtome.capture.taps import TapNeverFired as TapNeverFired
 from microtome.capture.taps import Tape as Tape
+from microtome.capture.taps import TapNeverFired as TapNeverFired
 from microtome.capture.taps import taps as taps

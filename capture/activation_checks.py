@@ -57,7 +57,8 @@ def check_rows(rows: pd.DataFrame, tensors: Mapping[Site, Tensor]) -> None:
     """The row table has the columns every capture has, and as many rows as each tensor.
 
     Raises:
-        ValueError: columns missing, an index that is not 0, 1, ..., a tensor with another number of rows.
+        ValueError: columns missing, an index that is not 0, 1, ..., a tensor with another number of rows, two sites
+            that are spelled alike.
         TypeError: text or position not whole numbers.
     """
     if missing := [name for name in ("text", "position", "token") if name not in rows]:
@@ -67,6 +68,9 @@ def check_rows(rows: pd.DataFrame, tensors: Mapping[Site, Tensor]) -> None:
             raise TypeError(f"rows[{name!r}] holds {rows[name].dtype}; expected whole numbers. Rename that column.")
     if not rows.index.equals(pd.RangeIndex(len(rows))):
         raise ValueError("rows has an index other than 0, 1, ...: use rows.reset_index(drop=True).")
+    names = [str(site) for site in tensors]
+    if alike := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"Two sites are both spelled {alike[0]!r}. Rename one.")
     for site, tensor in tensors.items():
         if len(tensor) != len(rows):
             raise ValueError(f"{site} has {len(tensor)} rows, the row table {len(rows)}. They must agree.")

@@ -32,7 +32,8 @@ def group_codes(
     """Group number of every row, 0..n_groups-1 in order of first appearance, after all checks.
 
     `groups` is "rows" (every row its own group) or one key per row (numbers, strings, anything hashable). `texts` has
-    one string per row; `entities` maps a column name to one key per row, and a missing key takes no part in the check.
+    one string per row; `entities` maps a column name to one key per row. A missing text or entity key takes no part in
+    the check.
 
     Raises ValueError for a wrong length, a missing key, fewer than two groups, and equal text or entity across groups
     (the message names the first few with their groups); TypeError for a string other than "rows".
@@ -82,17 +83,20 @@ def merged_groups(
 
 
 def normalised_texts(texts: Iterable, *, n_rows: int) -> np.ndarray:
-    """Texts as they are compared: casefolded, each run of white space one space, ends stripped.
+    """Texts as they are compared: casefolded, each run of white space one space, ends stripped; missing ones None.
 
     Raises ValueError for a wrong length and TypeError for an entry that is no string.
     """
     texts = list(texts)
     if len(texts) != n_rows:
         raise ValueError(f"texts has {len(texts)} entries for {n_rows} rows. Pass one string per row.")
+    compared = np.empty(n_rows, dtype=object)
     for row, text in enumerate(texts):
-        if not isinstance(text, str):
+        if isinstance(text, str):
+            compared[row] = " ".join(text.casefold().split())
+        elif not pd.api.types.is_scalar(text) or not pd.isna(text):
             raise TypeError(f"texts[{row}] is {text!r} ({type(text).__name__}); every text must be a string.")
-    return np.array([" ".join(text.casefold().split()) for text in texts], dtype=object)
+    return compared
 
 
 def _factorize(groups, n_rows: int) -> tuple[Int64[np.ndarray, " example"], list]:

@@ -304,6 +304,8 @@ def test_rows_and_tensors_must_agree(acts):
         Activations(acts.rows.iloc[::-1], acts.tensors, {})
     with pytest.raises(ValueError, match=r"resid_post.0 has 6 rows, the row table 5"):
         Activations(acts.rows.head(5), acts.tensors, {})
+    with pytest.raises(ValueError, match=r"Two sites are both spelled 'x.3'"):
+        Activations(acts.rows, {Site("x", 3): draw(N, 2), Site("x.3"): draw(N, 2)}, {})
 
 
 def test_repr_says_what_is_inside(acts):

@@ -95,7 +95,6 @@ def test_positions_are_those_asked_for(loaded) -> None:
     for text in range(3):
         assert furthest(of(text)[-2:-1], second["resid_post.1"][text : text + 1]) < 1e-5
     for text in range(len(TEXTS)):
-    for text in range(len(TEXTS)):
         assert furthest(of(text).mean(0)[None], kept("mean")[text : text + 1]) < 1e-5
     start = TEXTS[0].index("big")
     spans = capture(model, [TEXTS[0]], "resid_post.1", Span(start, start + 3), progress=False)

@@ -19,6 +19,7 @@ def test_a_group_has_one_label_and_frames_have_both_equally():
     assert table["group"].nunique() == 40
     for frame in ("template", "noun"):
         assert (table.groupby(frame)["label"].mean() == 0.5).all()
+        assert table[frame].nunique() == 6
 
 
 def test_the_adjective_is_in_the_text_and_articles_fit():

@@ -36,6 +36,11 @@ def test_equal_entity_in_different_groups_is_refused_and_missing_keys_are_not():
     assert group_codes([5, 1, 5, 2], n_rows=4, entities=entities).tolist() == [0, 1, 0, 2]
 
 
+def test_missing_texts_take_no_part():
+    assert group_codes("rows", n_rows=3, texts=["a", None, float("nan")]).tolist() == [0, 1, 2]
+    assert merged_groups("rows", ["a", None, "A"]).tolist() == [0, 1, 0]
+
+
 def test_merging_is_what_the_check_asks_for():
     merged = merged_groups("rows", TEXTS)
     assert merged.tolist() == [0, 0, 1, 1, 2, 3]
@@ -71,7 +76,7 @@ def test_bad_groups_are_named(groups, error, message):
 def test_bad_texts_are_named():
     with pytest.raises(ValueError, match="texts has 2 entries for 4 rows"):
         group_codes([1, 2, 3, 4], n_rows=4, texts=["a", "b"])
-    with pytest.raises(TypeError, match=r"texts\[1\] is None"):
-        group_codes([1, 2], n_rows=2, texts=["a", None])
+    with pytest.raises(TypeError, match=r"texts\[1\] is 5 \(int\)"):
+        group_codes([1, 2], n_rows=2, texts=["a", 5])
     with pytest.raises(ValueError, match="needs texts or entities"):
         merged_groups("rows")
