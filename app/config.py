@@ -27,7 +27,7 @@ class DemoConfig(BaseModel):
     bootstraps: int = Field(2000, ge=100, description="bootstrap draws for the intervals")
     seed: int = Field(0, ge=0, description="seed of the draw, the folds, the controls and the bootstrap")
     out: Path = Field(Path("runs"), description="folder of runs")
-    name: str = Field("demo", description="name of the run")
+    name: str = Field("demo", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$", description="name of the run")
 
     @model_validator(mode="after")
     def _file_exists(self) -> "DemoConfig":

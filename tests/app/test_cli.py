@@ -1,0 +1,63 @@
+"""The command line: help without heavy imports, settings from flags and YAML, errors in one line with exit code 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from microtome.app.cli import app
+from microtome.app.config import DemoConfig
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_names_every_setting() -> None:
+    result = run("demo", "--help")
+    assert result.exit_code == 0
+    plain = result.output.replace("\n", " ")
+    for field in DemoConfig.model_fields:
+        assert f"--{field.replace('_', '-')}" in plain, field
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from microtome.app import cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "nowhere.csv"], "neither 'sentiment', 'toy' nor a file"),
+        (["--texts", "3"], "greater than or equal to 20"),
+        (["--data", "toy", "--model", "no/such-model-here"], "no bundled model"),
+        (["--data", "toy", "--name", "../outside"], "name"),
+    ],
+)
+def test_a_users_error_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run("demo", "--out", str(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")
+    assert "Traceback" not in result.output
+
+
+def test_settings_are_frozen_closed_and_survive_yaml(tmp_path: Path) -> None:
+    settings = DemoConfig(data="toy", texts=50)
+    with pytest.raises(ValidationError):
+        settings.texts = 60
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        DemoConfig(text=5)
+    assert DemoConfig(**yaml.safe_load(yaml.safe_dump(settings.model_dump(mode="json")))) == settings
+
+
+def test_yaml_that_holds_no_settings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("- 1\n- 2\n")
+    (tmp_path / "b.yaml").write_text("texts: [unclosed")
+    assert "holds a list" in run("demo", "--config", str(tmp_path / "a.yaml")).output.replace("\n", " ")
+    assert "is no YAML" in run("demo", "--config", str(tmp_path / "b.yaml")).output.replace("\n", " ")
