@@ -66,7 +66,8 @@ def test_array_round_trip(run):
     base = torch.arange(12.0).reshape(3, 4)
     arrays = {
         "transposed": base.T,
-        "view": base[1],
+        "base": base,
+        "view of it": base[1],
         "numpy": np.arange(3),
         "half": torch.ones(2, dtype=torch.bfloat16),
         "parameter": torch.nn.Parameter(torch.ones(2)),

@@ -60,6 +60,11 @@ def test_csv_labels_take_their_type(tmp_path, values, expected):
     assert read_table(path)["label"].tolist() == expected
 
 
+def test_an_index_in_the_file_is_not_kept(tmp_path, frame):
+    path = write(frame.set_index(frame.index + 10), tmp_path / "data.parquet")
+    assert read_table(path, text="sentence", label="mood").index.tolist() == list(range(len(frame)))
+
+
 def test_csv_with_byte_order_mark_and_blank_lines(tmp_path):
     path = tmp_path / "data.csv"
     path.write_bytes(b"\xef\xbb\xbftext,label\r\n\r\nhello,1\r\n\r\n")

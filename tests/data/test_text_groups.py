@@ -78,7 +78,7 @@ def test_order_of_rows_changes_the_numbers_only():
         ("!", "...", False),
         ("so good", "so bad", False),
         ("The plot is thin and the cast is lost.", "A quiet film that stays with you.", False),
-        ("ﬁne weather", "fine WEATHER", True),
+        ("\uff26\uff29ne weather", "fine WEATHER", True),
         ("Straße gesperrt", "STRASSE gesperrt", True),
     ],
 )
