@@ -27,8 +27,8 @@ def head_map(
     """Heat map of `value` over the heads of a site kind.
 
     table: one row per probe, as a sweep gives it. value: the column drawn. layers_on: "x" (wide) or "y" (tall).
-    significance: heads with p_best_site at or above it get a cross; a table without that column has no crosses. title:
-    above the map; None writes the value's name.
+    significance: heads with p_best_site at or above it get a cross; where p is missing there is none. title: above the
+    map; None writes the value's name.
     Raises what `rows_of_kind` does; ValueError if the kind has no heads or for another `layers_on`.
     """
     if layers_on not in ("x", "y"):
@@ -57,7 +57,7 @@ def head_map(
         )
     )
     if "p_best_site" in rows.columns:
-        unproved = rows[rows["p_best_site"].isna() | (rows["p_best_site"] >= significance)]
+        unproved = rows[rows["p_best_site"] >= significance]
         figure.add_scatter(
             x=unproved["layer" if wide else "head"],
             y=unproved["head" if wide else "layer"],

@@ -26,7 +26,8 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 def write_png(figure: go.Figure, path: str | Path, *, width: int = 900, scale: float = 2.0, dark: bool = False) -> Path:
     """Draw a figure into a PNG of `scale` times `width` by the figure's height; returns the path."""
-    body = f"<style>main{{max-width:none;padding:8px}}figure{{margin:0}}.modebar{{display:none}}</style>{figure_block(figure)}"
+    style = "main { max-width: none; padding: 8px; } figure { margin: 0; } .modebar { display: none; }"
+    body = f"<style>{style}</style>{figure_block(figure)}"
     height = int(figure.layout.height or 400) + 16
     return screenshot(page("figure", body), path, width=width, height=height, scale=scale, dark=dark)
 

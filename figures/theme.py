@@ -21,7 +21,9 @@ DIVERGING_ON_DARK = ((0.0, "#ffa488"), (0.25, "#b84e3e"), (0.5, "#252a31"), (0.7
 # columns without one are sequential
 MIDPOINT = {
     "auroc": 0.5,
+    "ridge_auroc": 0.5,
     "accuracy": 0.5,
+    "balanced_accuracy": 0.5,
     "control_auroc": 0.5,
     "control_accuracy": 0.5,
     "selectivity": 0.0,
@@ -32,6 +34,7 @@ _LABEL = {
     "control_auroc": "AUROC on shuffled labels",
     "control_accuracy": "accuracy on shuffled labels",
     "selectivity": "selectivity",
+    "ridge_auroc": "AUROC of the ridge probe",
     "p_best_site": "p against the best-site null",
     "resid_post": "residual stream",
     "z": "heads",

@@ -50,6 +50,8 @@ def test_crosses_are_on_the_heads_that_do_not_stand_out(sweep_table, layers_on):
     assert marks.showlegend
     assert not head_map(table.assign(p_best_site=0.0)).data[1].showlegend
     assert len(head_map(table.drop(columns="p_best_site")).data) == 1
+    # a sweep without permutations
+    assert len(head_map(table.assign(p_best_site=float("nan"))).data[1].x) == 0
 
 
 def test_heads_that_were_not_swept_are_gaps(sweep_table):
