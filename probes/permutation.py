@@ -67,7 +67,7 @@ def group_permutations(
         raise ValueError(
             f"Only {arrangements} arrangement(s) of the labels respect the groups within folds, so no p-value "
             f"below {1 / arrangements:.2g} exists. Labels move between groups of equal size in one fold and between "
-            "rows of a group: use fewer folds, groups of equal size, or more groups; permutations=0 skips this null."
+            "rows of a group: use fewer folds, groups of equal size, or more groups."
         )
     shuffled = np.empty((permutations, len(positive)), dtype=bool)
     for rows in blocks:

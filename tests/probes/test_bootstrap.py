@@ -15,15 +15,6 @@ from microtome.probes.bootstrap import (
 from microtome.probes.metrics import accuracy, fold_auroc
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products are slower on two threads, and far slower where another process holds a core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def random_case(n, *, folds=5, probes=4, separation=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     positive = torch.rand(n, generator=generator) < 0.45

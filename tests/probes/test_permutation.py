@@ -9,15 +9,6 @@ from microtome.probes.folds import grouped_folds
 from microtome.probes.permutation import RIDGE, best_site_null, group_permutations, ridge_auroc
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small products are slower on two threads, and far slower where another process holds a core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def grouped_labels(design, rng):
     if design == "rows":
         return rng.random(60) < 0.4, np.arange(60)

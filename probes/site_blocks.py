@@ -1,0 +1,87 @@
+"""Which probes a sweep fits: one per site, one per head where a site has heads, checked before any work is done.
+
+A block is a captured tensor, `[row, d]` or `[row, head, d]`, seen as `[probe, row, d]`; nothing on the CPU is copied.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from microtome.capture.activation_checks import check_finite
+from microtome.capture.activation_sites import any_site, find_tensor
+from microtome.capture.activations import Activations
+from microtome.capture.sites import Site
+
+
+@dataclass(frozen=True)
+class SiteBlock:
+    """Probes of one captured tensor. `probes[i]` names `features[i]`, in the units of the model."""
+
+    probes: tuple[Site, ...]
+    features: Float[Tensor, "probe example feature"]
+
+
+def as_activations(activations: Activations | Mapping) -> Activations:
+    """Activations as they are, or from a mapping of names to arrays, as `Activations.from_arrays` reads them."""
+    if isinstance(activations, Activations):
+        return activations
+    if isinstance(activations, Mapping):
+        return Activations.from_arrays(activations)
+    raise TypeError(
+        f"activations is a {type(activations).__name__}. Pass Activations, or a mapping of names to arrays [row, d] or "
+        "[row, head, d], such as {'resid_post.3': array}."
+    )
+
+
+def site_blocks(activations: Activations, sites: Iterable | None = None) -> list[SiteBlock]:
+    """Blocks of the named sites, or of all. A name may be a captured site, one head of it, or a kind ("z").
+
+    Raises KeyError for a name that was not captured (near matches are listed); ValueError for a probe named twice, no
+    sites, NaN or infinity (naming site and row), and a site whose features are the same in every row.
+    """
+    blocks = []
+    for site, tensor in _chosen(activations, sites):
+        check_finite(site, tensor, activations.rows)
+        tensor, has_heads = tensor.detach().cpu(), tensor.dim() == 3
+        probes = tuple(replace(site, head=head) for head in range(tensor.shape[1])) if has_heads else (site,)
+        features = tensor.transpose(0, 1) if has_heads else tensor[None]
+        _refuse_constant(probes, features)
+        blocks.append(SiteBlock(probes=probes, features=features))
+    names = [str(probe) for block in blocks for probe in block.probes]
+    if not names:
+        raise ValueError("No sites to probe: sites is empty. Pass names, or None for every captured site.")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"sites names {twice[0]} twice ({len(twice)} such probes). Name each once, or its block alone."
+        )
+    return blocks
+
+
+def _chosen(activations: Activations, sites: Iterable | None) -> list[tuple[Site, Tensor]]:
+    if sites is None:
+        return list(activations.tensors.items())
+    if isinstance(sites, str | Site):
+        raise TypeError(f"sites={sites!r} is one name. Pass a list of names, such as [{str(sites)!r}].")
+    chosen = []
+    for name in sites:
+        site = any_site(name)
+        of_kind = [(s, t) for s, t in activations.tensors.items() if (s.kind, s.stack) == (site.kind, site.stack)]
+        if site.layer is None and site.head is None and site not in activations.tensors and of_kind:
+            chosen += of_kind
+        else:
+            chosen.append((site, find_tensor(activations.tensors, name)))
+    return chosen
+
+
+def _refuse_constant(probes: tuple[Site, ...], features: Float[Tensor, "probe example feature"]) -> None:
+    is_constant = torch.stack([(probe == probe[:1]).all() for probe in features])
+    if is_constant.any():
+        names = [str(probe) for probe, constant in zip(probes, is_constant, strict=True) if constant]
+        raise ValueError(
+            f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}: every row has the same features, so no "
+            "probe can tell rows apart. Check the position that was captured (a BOS token is the same in every text), "
+            "or leave the site out with sites=."
+        )

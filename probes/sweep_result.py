@@ -1,0 +1,210 @@
+"""The result of a sweep: one table row per probe, the numbers behind it, its figures and its files.
+
+    <folder>/table.parquet         the table
+             arrays.safetensors    out-of-fold scores, coefficients, labels, groups, folds, the null
+             sweep.json            settings, provenance, size and SHA-256 of the other two
+
+A folder is written beside its place and renamed into it: an interrupted save leaves no half-written folder there.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+from jaxtyping import Bool, Float64, Int64
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from microtome.capture.activation_sites import any_site
+from microtome.capture.sites import Site, near_matches
+from microtome.figures.head_map import head_map
+from microtome.figures.layer_curve import layer_curve
+
+FORMAT = "microtome sweep 1"
+_TABLE, _ARRAYS, _FACTS = "table.parquet", "arrays.safetensors", "sweep.json"
+_MOST_CURVES = 4
+
+
+@dataclass(frozen=True)
+class SelectedSite:
+    """What choosing the best site is worth: each outer fold scored by the site whose inner log-loss was lowest."""
+
+    sites: tuple[str, ...]  # the site chosen in each fold
+    auroc: float
+    auroc_low: float
+    auroc_high: float
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sweep:
+    """Probes of every site, out of fold, with controls. Axes: probe as the table's rows, example as the data's rows.
+
+    Table columns: site, kind (with stack and call, where there are any), layer, head, auroc, accuracy (each with `_low` and `_high`, the 95 % interval),
+    balanced_accuracy, bits (log-loss per row), control_auroc and control_accuracy (shuffled labels, same pipeline),
+    selectivity (auroc - control_auroc), p_best_site and ridge_auroc (the null of the best site and what it judges),
+    strength (of the refit on all rows), width (features), majority_rate (accuracy of the more frequent class).
+    """
+
+    table: pd.DataFrame
+    scores: Float64[Tensor, "probe example"]  # logits of the probes of the fold that held the row out
+    control_scores: Float64[Tensor, "probe example"]  # the same for the shuffled labels
+    coefficients: dict[str, Tensor]  # by site: [d] of the refit on all rows, per unit of the raw features
+    intercepts: Float64[Tensor, " probe"]
+    null: Float64[Tensor, " permutation"]  # ridge AUROC of the best site under each shuffle; empty without shuffles
+    null_line: float  # AUROC that the best site exceeds in 5 % of shuffles; NaN without shuffles
+    selected: SelectedSite
+    positive: Bool[Tensor, " example"]
+    control_positive: Bool[Tensor, " example"]
+    groups: Int64[Tensor, " example"]
+    test: Bool[Tensor, "fold example"]  # test rows of each outer fold
+    fold_strengths: Float64[Tensor, "probe fold"]
+    provenance: dict[str, Any]
+
+    def best(self, n: int = 10) -> pd.DataFrame:
+        """The n rows with the highest AUROC, ties in table order.
+
+        Their AUROC is out of fold, yet the best of many is high by luck as well: judge by p_best_site, or take
+        `selected` for what the choice of a site is worth.
+        """
+        return self.table.sort_values("auroc", ascending=False, kind="stable").head(n).reset_index(drop=True)
+
+    def to_frame(self) -> pd.DataFrame:
+        """A copy of the table."""
+        return self.table.copy()
+
+    def coef(self, site: str | tuple | Site) -> Float64[Tensor, " feature"]:
+        """Direction of a site's probe, refitted on all rows: the logit's change per unit of each raw feature.
+
+        Raises KeyError for a site that was not probed, listing near matches.
+        """
+        name = str(any_site(site))
+        if name not in self.coefficients:
+            raise KeyError(f"{name} was not probed. {near_matches(name, self.coefficients)}")
+        return self.coefficients[name]
+
+    def plot(self, *, value: str = "auroc") -> dict[str, go.Figure]:
+        """Figures of a table column: "head_map" if a kind has heads and layers, "layer_curve" if any has layers.
+
+        The map shows the first kind with heads; the curve shows kinds without heads first, at most four kinds.
+        """
+        by_layer = self.table[self.table["layer"].notna()]
+        with_heads = list(dict.fromkeys(by_layer.loc[by_layer["head"].notna(), "kind"]))
+        kinds = [kind for kind in dict.fromkeys(by_layer["kind"]) if kind not in with_heads] + with_heads
+        figures = {}
+        if with_heads:
+            figures["head_map"] = head_map(self.table, value=value, kind=with_heads[0])
+        if kinds:
+            line = self.null_line if value == "auroc" and len(self.null) else None
+            figures["layer_curve"] = layer_curve(
+                self.table, value=value, kinds=kinds[:_MOST_CURVES], best_site_null=line
+            )
+        return figures
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the folder, whole or not at all, and return its path.
+
+        Raises FileExistsError if it exists and `overwrite` is False, or if it holds something else than a sweep.
+        """
+        folder = Path(folder).resolve()
+        if folder.exists() and not overwrite:
+            raise FileExistsError(f"{folder} exists. Give another folder, or pass overwrite=True to replace it.")
+        if folder.exists() and not (folder / _FACTS).is_file():
+            raise FileExistsError(f"{folder} exists and holds no sweep, so it is left alone. Give another folder.")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.part")
+        scratch.mkdir()
+        try:
+            self._write(scratch)
+            if folder.exists():
+                previous = folder.with_name(f".{folder.name}.previous")
+                shutil.rmtree(previous, ignore_errors=True)
+                os.replace(folder, previous)
+                os.replace(scratch, folder)
+                shutil.rmtree(previous)
+            else:
+                os.replace(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return folder
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Sweep":
+        """Read a saved sweep. Raises FileNotFoundError if it is not there, ValueError if it is damaged."""
+        folder = Path(folder).resolve()
+        if not (folder / _FACTS).is_file():
+            raise FileNotFoundError(f"{folder} holds no sweep: it has no {_FACTS}. Give the folder that save() wrote.")
+        try:
+            facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+            if facts["format"] != FORMAT:
+                raise ValueError(f"{folder} is in the format {facts['format']!r}; this version reads {FORMAT!r}.")
+            for name, digest in facts["sha256"].items():
+                if _sha256(folder / name) != digest:
+                    raise ValueError(f"{folder / name} is not the file that was saved with this sweep. Save it again.")
+            arrays = load_file(folder / _ARRAYS)
+            table = pd.read_parquet(folder / _TABLE)
+        except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+            raise ValueError(f"{folder} is damaged ({error!r}). Restore it or sweep again.") from error
+        coefficients = {name: arrays.pop(f"coefficients/{name}") for name in table["site"]}
+        selected = SelectedSite(**(facts["selected"] | {"sites": tuple(facts["selected"]["sites"])}))
+        line = float("nan") if facts["null_line"] is None else facts["null_line"]
+        return cls(
+            table=table,
+            coefficients=coefficients,
+            null_line=line,
+            selected=selected,
+            provenance=facts["provenance"],
+            **arrays,
+        )
+
+    def _write(self, folder: Path) -> None:
+        arrays = {
+            "scores": self.scores,
+            "control_scores": self.control_scores,
+            "intercepts": self.intercepts,
+            "null": self.null,
+            "positive": self.positive,
+            "control_positive": self.control_positive,
+            "groups": self.groups,
+            "test": self.test,
+            "fold_strengths": self.fold_strengths,
+        }
+        arrays |= {f"coefficients/{name}": coefficient for name, coefficient in self.coefficients.items()}
+        # a copy each: safetensors refuses tensors that share memory
+        save_file({name: array.detach().cpu().clone().contiguous() for name, array in arrays.items()}, folder / _ARRAYS)
+        self.table.to_parquet(folder / _TABLE)
+        facts = {
+            "format": FORMAT,
+            "null_line": self.null_line if len(self.null) else None,
+            "selected": asdict(self.selected),
+            "sha256": {name: _sha256(folder / name) for name in (_TABLE, _ARRAYS)},
+            "provenance": self.provenance,
+        }
+        (folder / _FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False), encoding="utf-8")
+        # a rename must not reach the disk before the bytes it names
+        for name in (_TABLE, _ARRAYS, _FACTS):
+            with open(folder / name, "rb+") as file:
+                os.fsync(file.fileno())
+
+    def __repr__(self) -> str:
+        best = self.best(1).iloc[0]
+        return (
+            f"Sweep({len(self.table)} probes, {len(self.positive):,} rows in {int(self.groups.max()) + 1:,} groups; "
+            f"best {best['site']} AUROC {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}], "
+            f"shuffled {best['control_auroc']:.3f}, p {best['p_best_site']:.3g})"
+        )
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
