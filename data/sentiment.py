@@ -59,7 +59,8 @@ def sentiment_ratings(domains: Sequence[str] = DOMAINS) -> pd.DataFrame:
     if isinstance(domains, str) or not domains or set(domains) - set(DOMAINS) or len(set(domains)) != len(domains):
         raise ValueError(f"domains is {domains!r}. Give a list of one or more of {list(DOMAINS)}, each once.")
     table = _cached_table()
-    return pd.concat([table[table["domain"] == domain] for domain in domains], ignore_index=True)
+    order = [row for domain in domains for row in table.index[table["domain"] == domain]]
+    return table.loc[order].reset_index(drop=True)
 
 
 def sentiment(

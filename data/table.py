@@ -97,7 +97,7 @@ def _numbers_or_text(column: pd.Series) -> pd.Series:
     if column.isin(["True", "False", "true", "false"]).all():
         return column.str.lower() == "true"
     numbers = pd.to_numeric(column, errors="coerce")
-    return column if numbers.isna().any() else numbers
+    return column if numbers.isna().any() else pd.Series(numbers)
 
 
 def _from_jsonl(content: str, path: Path) -> pd.DataFrame:

@@ -86,7 +86,7 @@ def layer_curve(
 
 
 def _best_of_layer(rows: pd.DataFrame, value: str) -> pd.DataFrame:
-    rows = rows[rows[value].notna()]
+    rows = rows.dropna(subset=[value])
     return rows.loc[rows.groupby("layer")[value].idxmax()]
 
 

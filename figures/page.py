@@ -41,12 +41,14 @@ th, td { padding: 4px 10px; text-align: left; border-bottom: 1px solid var(--lin
 thead th { position: sticky; top: 0; background: var(--raised); white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 th[scope=row] { width: 1%; white-space: nowrap; }
+td.fact { overflow-wrap: anywhere; }
+details details { padding-left: 14px; }
 td.text { min-width: 9em; max-width: 60ch; overflow-wrap: anywhere; }
 tbody tr:last-child > * { border-bottom: 0; }
 summary { cursor: pointer; padding: 4px 0; }
 a { color: var(--link); }
 pre { background: var(--raised); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px;
-  overflow-x: auto; font-size: .8125rem; }
+  white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8125rem; }
 @media (max-width: 600px) { main { padding: 16px 14px 48px; } h1 { font-size: 1.35rem; }
   dl.headline { grid-template-columns: repeat(2, 1fr); } dl.headline dd { font-size: 1.05rem; } }
 @media print { details:not([open]) > * { display: block; } .scroll { max-height: none; } }

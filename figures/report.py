@@ -115,13 +115,14 @@ def _cell(value: object) -> str:
 
 
 def _provenance(facts: Mapping) -> str:
-    rows = []
+    """A table of the plain facts, then each nested mapping folded beneath: full width, so that it reads on a phone."""
+    rows, nested = [], []
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            shown = f"<details><summary>{len(value)} entries</summary>{_provenance(value)}</details>"
-        elif isinstance(value, list | tuple):
-            shown = html.escape(json.dumps(value, ensure_ascii=False, default=str))
-        else:
-            shown = html.escape("–" if value is None else str(value))
-        rows.append(f'<tr><th scope="row">{html.escape(str(name))}</th><td class="text">{shown}</td></tr>')
-    return f'<div class="scroll"><table><tbody>{"".join(rows)}</tbody></table></div>'
+            nested.append(f"<details><summary>{html.escape(str(name))}</summary>{_provenance(value)}</details>")
+            continue
+        plain = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | tuple) else str(value)
+        shown = "–" if value is None else html.escape(plain)
+        rows.append(f'<tr><th scope="row">{html.escape(str(name))}</th><td class="fact">{shown}</td></tr>')
+    table = f'<div class="scroll"><table><tbody>{"".join(rows)}</tbody></table></div>' if rows else ""
+    return table + "".join(nested)

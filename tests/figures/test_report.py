@@ -97,9 +97,9 @@ def test_provenance_is_nested():
         "t", [Section("s")], provenance={"seed": 3, "model": {"dtype": "float32", "none": None}, "data": ["a", 1]}
     )
     body = document[document.index("Provenance") : document.index("</main>")]
-    assert '<th scope="row">seed</th><td class="text">3</td>' in body
-    assert "<summary>2 entries</summary>" in body
-    assert '<th scope="row">none</th><td class="text">–</td>' in body
+    assert '<th scope="row">seed</th><td class="fact">3</td>' in body
+    assert body.index("seed") < body.index("<summary>model</summary>") < body.index("dtype")
+    assert '<th scope="row">none</th><td class="fact">–</td>' in body
     assert "[&quot;a&quot;, 1]" in body
 
 
