@@ -209,7 +209,7 @@ class _Observer:
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:
     found: dict[int, PreTrainedConfig] = {}
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config = vars(module).get("config")
         if isinstance(config, PreTrainedConfig) and _uses_interface(type(module)):
             found[id(config)] = config
     return list(found.values())

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from microtome.capture.anatomy import Anatomy
 from microtome.capture.attention_seam import SeamCall, intercepted, seam_configs, switch_off, switch_on
 from microtome.capture.layouts import Passing
+from microtome.capture.models import LoadedModel
+from microtome.capture.opgraph import elements
 from microtome.capture.plain_hooks import replaced
 
 Side = Literal["in", "out", "seam in", "seam out"]
@@ -90,11 +92,12 @@ ACTIVE: ContextVar[tuple[ActiveTaps, ...]] = ContextVar("microtome_taps", defaul
 _installing = threading.Lock()
 
 
-def attach(model: nn.Module, anatomy: Anatomy) -> None:
+def attach(model: nn.Module | LoadedModel, anatomy: Anatomy) -> None:
     """Set the hooks for every site of the anatomy and put the seam beside the attention implementation.
 
-    `taps` does this for the sites it needs; call it to have all hooks in place before threads start.
+    `taps` does this for the sites it needs, each once, so there is no need to call it.
     """
+    model = model.module if isinstance(model, LoadedModel) else model
     points = [tap.point for tap in anatomy.taps.values()]
     points += [point for block in anatomy.blocks for point in (block.entry, *(c.point for c in block.contributions))]
     install((model.get_submodule(p.module), p.side) for p in points if p.side != "seam")
@@ -102,12 +105,13 @@ def attach(model: nn.Module, anatomy: Anatomy) -> None:
         switch_on(model)
 
 
-def detach(model: nn.Module) -> None:
+def detach(model: nn.Module | LoadedModel) -> None:
     """Take every hook out of a model and the seam off its attention, leaving it exactly as it was before.
 
     Raises:
         RuntimeError: inside a `with taps(...)` on this model.
     """
+    model = model.module if isinstance(model, LoadedModel) else model
     modules = set(model.modules())
     if any(module in modules for taps in ACTIVE.get() for side in taps.at.values() for module in side):
         raise RuntimeError("detach(model) inside `with taps(model, ...)`: leave the context first.")
@@ -178,11 +182,12 @@ def _after(module: nn.Module, args: tuple, *kwargs_and_output: Any) -> Any:
     kwargs, output = kwargs_and_output
     passing = Passing(module, args, kwargs)
     for tap in due:
-        tensor = output if tap.slot is None else output[tap.slot]
+        tensor = output if tap.slot is None else dict(elements(output)).get(tap.slot)
         if not isinstance(tensor, Tensor):
+            place = "" if tap.slot is None else f" as element {tap.slot!r}"
             raise TypeError(
-                f"{type(module).__name__} returned a {type(tensor).__name__} where its tap expects a tensor (element "
-                f"{tap.slot}). Call the model as when its anatomy was found, or dissect it again."
+                f"{type(module).__name__} returned a {type(output).__name__}; its tap expects a tensor{place}. "
+                "Call the model as when its anatomy was found, or dissect it again."
             )
         new = tap.apply(tensor, passing)
         if new is not tensor:

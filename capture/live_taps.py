@@ -62,17 +62,24 @@ class LiveRead:
             return tensor
         value = self.layout.present(tensor, passing)
         if not self.keep_graph:
-            self.values.append(kept_copy(value.detach(), self.select))
+            self.values.append(own_copy(selected(value.detach(), self.select, self.site), value))
             return tensor
         if torch.is_grad_enabled() and not value.requires_grad:
             value = value.detach().requires_grad_()
-        self.values.append(value if self.select is None else self.select(value))
+        self.values.append(selected(value, self.select, self.site))
         return self.layout.put(tensor, value, passing)
 
 
-def kept_copy(value: Tensor, select: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """What a read keeps: `select(value)`, or the value, in memory of its own."""
+def selected(value: Tensor, select: Callable[[Tensor], Tensor] | None, site: Site) -> Tensor:
+    """`select(value)`, or the value. Raises TypeError if that is no tensor."""
     kept = value if select is None else select(value)
+    if not isinstance(kept, Tensor):
+        raise TypeError(f"select= of {site} returned {type(kept).__name__}; expected a tensor, such as value[:, -1].")
+    return kept
+
+
+def own_copy(kept: Tensor, value: Tensor) -> Tensor:
+    """What is kept, copied if it lies in the value's memory."""
     is_own = kept.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
     return kept if is_own else kept.clone(memory_format=torch.contiguous_format)
 
@@ -121,8 +128,9 @@ class LivePatternRead:
         self.fired += 1
         rows = query_rows(self.queries, passing.call.query, self.site)
         value = pattern_value(passing, self.heads, rows, self.site)
-        value = value if self.keep_graph else value.detach()
-        self.values.append(value if self.select is None else self.select(value))
+        kept = selected(value if self.keep_graph else value.detach(), self.select, self.site)
+        # A part of the rows is copied, so that it does not hold all of them.
+        self.values.append(kept if self.select is None or self.keep_graph else own_copy(kept, value))
         return tensor
 
 

@@ -134,7 +134,9 @@ Request = TypeVar("Request")
 
 def _single_sites(anatomy: Anatomy, requests: list[tuple[SiteName, Request]]) -> list[tuple[Site, Request]]:
     single = [(site, request) for name, request in requests for site in anatomy.expand(name)]
-    anatomy.expand([site for site, _ in single])  # refuses sites named twice
+    known = {site for site, _ in single}
+    if len(known) < len(single) or any(site.head is not None and site.whole in known for site in known):
+        anatomy.expand([site for site, _ in single])  # raises, and says which are named twice
     return single
 
 
@@ -227,13 +229,13 @@ def _heads_of(site: Site) -> list[int] | None:
     return None if site.head is None else [site.head]
 
 
-def _checked_queries(site: Site, queries: Queries | None) -> Queries | None:
+def _checked_queries(site: Site, queries: object) -> Queries | None:
     if site.kind != "pattern":
         if queries is not None:
             raise ValueError(f"{site}: queries choose rows of a pattern; use select= to choose positions.")
         return None
-    if isinstance(queries, str) and queries != "all":
-        raise ValueError(f"{site}: queries are row numbers, a tensor [batch, row], or 'all'. Got {queries!r}.")
+    if isinstance(queries, int) or (isinstance(queries, str) and queries != "all"):
+        raise ValueError(f"{site}: queries are a list of rows, a tensor [batch, row], or 'all'. Got {queries!r}.")
     if queries is None and site.head is None:
         raise ValueError(
             f"{site} is heads x queries x keys for every text. Name a head ('{site}.0') or query rows "

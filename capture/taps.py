@@ -10,7 +10,8 @@ after the other in the order given, each seeing what the ones before it did.
 
 At the attention seam (q_rot, k_rot, and v where it is tapped there) a value with a cache covers all keys so far, and
 deltas do not enter the cache: every step sees cached keys and values unedited, and edits them again.
-Beware: `set_attn_implementation` inside a context takes the seam off; detach before `torch.compile`.
+Beware: a generator that yields inside the block leaves its taps on for whoever called it; `set_attn_implementation`
+inside a context takes the seam off; detach before `torch.compile`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -120,7 +121,7 @@ def taps(
         TypeError: an edit that is no function, or that returns no tensor.
         TapNeverFired: at the end of a block that raised nothing, a read or edit that never acted.
     """
-    module = model if isinstance(model, nn.Module) else model.module
+    module = model.module if isinstance(model, LoadedModel) else model
     if anatomy is None:
         from microtome.capture.dissect import dissect  # late: dissect may itself use taps
 

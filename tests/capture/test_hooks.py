@@ -341,8 +341,9 @@ def test_in_place_adds_after_a_read_do_not_reach_it_and_edits_do_not_write_into_
 def test_a_call_in_another_form_than_the_anatomy_knows_is_an_error():
     model, x = Outer(Returns(lambda x: (x, None))), torch.randn(2, 3, 4)
     for slot, error, message in [
-        (None, TypeError, "Returns returned a tuple where its tap expects a tensor"),
-        (1, TypeError, r"Returns returned a NoneType where its tap expects a tensor \(element 1\)"),
+        (None, TypeError, r"Returns returned a tuple; its tap expects a tensor\. Call"),
+        (1, TypeError, r"Returns returned a tuple; its tap expects a tensor as element 1\."),
+        ("stream", TypeError, r"Returns returned a tuple; its tap expects a tensor as element 'stream'"),
     ]:
         with pytest.raises(error, match=message), taps(model, ["resid_post.0"], anatomy=one_tap("block", "out", slot)):
             model(x)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from microtome.capture.live_taps import EditContext, delta_of, kept_copy, query_rows, with_context
+from microtome.capture.live_taps import EditContext, delta_of, own_copy, query_rows, selected, with_context
 from microtome.capture.sites import Site
 
 AT = EditContext(Site("resid_post", 3), firing=2)
@@ -105,10 +105,15 @@ def test_what_is_no_edit_is_refused(edit, message):
 def test_what_is_kept_has_memory_of_its_own_and_no_more(select):
     value = VALUE.clone()
     expected = value.clone() if select is None else select(value).clone()
-    kept = kept_copy(value, select)
+    kept = own_copy(selected(value, select, AT.site), value)
     value.zero_()
     assert torch.equal(kept, expected)
     assert kept.untyped_storage().nbytes() == expected.numel() * 4
+
+
+def test_a_select_returns_a_tensor():
+    with pytest.raises(TypeError, match=r"select= of resid_post\.3 returned list; expected a tensor"):
+        selected(VALUE, lambda value: value.tolist(), AT.site)
 
 
 def test_query_rows_count_from_either_end_and_may_differ_by_text():

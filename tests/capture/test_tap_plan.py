@@ -57,6 +57,15 @@ def test_requests_that_cannot_be_met_are_refused(tappable, reads, edits, message
         plan_taps(model, anatomy, reads, edits)
 
 
+@pytest.mark.parametrize("queries", [-1, "last"])
+def test_queries_are_rows(tappable, queries):
+    model, anatomy = tappable("llama")
+    read = Read("pattern.1")
+    object.__setattr__(read, "queries", queries)  # past the type check that only tests have
+    with pytest.raises(ValueError, match=rf"pattern\.1: queries are a list of rows, .* Got {queries!r}"):
+        plan_taps(model, anatomy, [read], {})
+
+
 def test_a_stream_behind_a_norm_on_the_trunk_cannot_be_edited_through_the_mixer(tappable):
     model, anatomy = tappable("bert")
     site = Site("resid_mid", 1)

@@ -370,6 +370,7 @@ def test_select_runs_inside_and_only_its_result_is_kept(tappable, forward):
     assert torch.equal(tape["resid_post.1"], whole["resid_post.1"][:, -1])
     torch.testing.assert_close(tape["head_out.1"], whole["head_out.1"][0, 0], rtol=0, atol=1e-6)
     assert torch.equal(tape["pattern.1.2"], whole["pattern.1.2"][:, -1:])
+    assert tape["pattern.1.2"].untyped_storage().nbytes() == 2 * 9 * 4
     assert tape["resid_post.1"].untyped_storage().nbytes() == 2 * 32 * 4
     tape = read(model, anatomy, [Read("z.1", lambda z: z[:, -1])], forward)
     with pytest.raises(KeyError, match=r"z\.1\.2 was not read\. z\.1 was read through select="):
