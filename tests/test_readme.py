@@ -92,6 +92,7 @@ def test_every_python_block_can_be_parsed():
 
 
 @pytest.mark.slow
+@pytest.mark.network  # one of them fetches the sentiment set
 def test_the_marked_python_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what they save stays out of the repository
     marked = [code for language, code, is_marked in blocks(README) if is_marked and language == "python"]

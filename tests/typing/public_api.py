@@ -1,13 +1,14 @@
-# pyright: strict
-"""What users write, for the type checker alone (`make check`): no part of it may be of unknown or unexpected type."""
+# pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false
+"""What users write, for the type checker alone (`make check`): each result must be known to be of its type."""
 
 from typing import assert_type
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from microtome.capture.models import LoadedModel, load_model
+from microtome.capture import Activations, Anatomy, LoadedModel, Site, Span, Tape, capture, dissect, load_model, taps
 from microtome.capture.provenance import Provenance
+from microtome.probes import Sweep, sweep
 
 loaded = load_model("smollm2", device="cpu", dtype=torch.float32)
 assert_type(loaded, LoadedModel)
@@ -16,3 +17,29 @@ assert_type(loaded.provenance, Provenance)
 assert_type(loaded.provenance.weight_sha256, str)
 assert_type(loaded.provenance.to_dict(), dict[str, object])
 assert_type(LoadedModel.from_module(nn.Linear(2, 2).eval(), name="mine"), LoadedModel)
+
+anatomy = dissect(loaded)
+assert_type(anatomy, Anatomy)
+assert_type(anatomy.layers, int)
+
+site = Site.parse("z.5.3")
+assert_type(site, Site)
+assert_type(site.layer, int | None)
+
+activations = capture(loaded, ["one text", "another"], ["resid_post", "z"], "last", labels={"label": [1, 0]})
+assert_type(activations, Activations)
+assert_type(activations["z", 5], Tensor)
+assert_type(activations["z.5.3"], Tensor)
+assert_type(capture(loaded, ["one text"], "resid_post.12", Span(0, 3)), Activations)
+
+
+def add_nothing(value: Tensor) -> Tensor:
+    return torch.zeros_like(value)
+
+
+with taps(loaded, reads=["logits"], edits={"z.10.3": add_nothing}) as tape:
+    assert_type(tape, Tape)
+assert_type(tape["logits"], Tensor)
+
+result = sweep(activations, "label", groups="rows", permutations=99)
+assert_type(result, Sweep)
