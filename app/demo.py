@@ -64,7 +64,7 @@ def demo_data(config: DemoConfig) -> pd.DataFrame:
         )
     table = table.assign(label=table["label"] == values[1])
     if "group" not in table:
-        table = table.assign(group=text_groups(table["text"]))
+        table = table.assign(group=text_groups(table["text"].tolist()))
     return table if len(table) <= config.texts else table.sample(config.texts, random_state=config.seed).sort_index()
 
 
