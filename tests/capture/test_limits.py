@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, OPTConfig, RobertaConfig, T5Config, ViTConfig
+from transformers import AutoModel, BertConfig, OPTConfig, RobertaConfig, T5Config, ViTConfig
 
 from microtome.capture.limits import length_limit, pad_id, vocabulary_size
 
@@ -44,8 +44,10 @@ def test_a_table_with_spare_rows_keeps_its_stated_limit():
 
 
 def test_word_table_of_the_same_size_is_not_taken_for_positions():
-    model = AutoModel.from_config(RobertaConfig(**SHAPE, vocab_size=20, max_position_embeddings=20, pad_token_id=1))
-    assert length_limit(model, None) == 18
+    config = BertConfig(**SHAPE, vocab_size=20, max_position_embeddings=20, pad_token_id=1)
+    model = AutoModel.from_config(config)
+    assert model.get_input_embeddings().padding_idx == 1
+    assert length_limit(model, None) == 20
 
 
 def test_relative_positions_have_no_limit_and_then_the_tokenizer_decides():

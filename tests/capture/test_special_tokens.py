@@ -32,11 +32,11 @@ def test_declared_and_added_tokens_are_special(word_tokenizer):
 
 
 def test_every_token_declared_special_counts_not_only_those_with_a_role(word_tokenizer):
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(word_tokenizer.backend_tokenizer.to_str()), unk_token="<unk>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<mark>"]})
+    backend = Tokenizer.from_str(word_tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens(["<mark>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     mark = tokenizer.convert_tokens_to_ids("<mark>")
+    assert mark not in tokenizer.all_special_ids
     assert SpecialTokens.of(tokenizer).mask([mark, 5]).tolist() == [True, False]
 
 
