@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench venv clean
+.PHONY: pictures help demo test test-slow check bench venv clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -51,6 +51,9 @@ check: $(VENV)/.all-installed
 	@mkdir -p build/typecheck/microtome
 	@for name in $(PACKAGES); do ln -sfn "../../../$$name" "build/typecheck/microtome/$$name"; done
 	$(BIN)/pyright
+
+pictures: $(VENV)/.core-installed
+	$(BIN)/python docs/make_pictures.py $(ARGS)
 
 bench: $(VENV)/.all-installed
 	@failed=0; for file in benchmarks/*.py; do $(BIN)/python "$$file" $(ARGS) || failed=1; done; exit $$failed

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 import plotly.graph_objects as go
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +19,7 @@ from microtome.capture.collect import capture
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel, load_model
 from microtome.data.runs import Run
-from microtome.data.sentiment import DOMAINS, sentiment
+from microtome.data.sentiment import DOMAINS, SENTIMENT_ARCHIVE, sentiment
 from microtome.data.table import read_table, table_sha256
 from microtome.data.text_groups import text_groups
 from microtome.data.toy import toy_sentiment
@@ -146,8 +147,15 @@ def write_run(
     for name, figure in figures.items():
         run.write_figure(name, figure)
     result.save(run.path / "sweep")
-    run.record(model=loaded.provenance.to_dict(), data={"table_sha256": table_sha256(table)}, capture=captured)
+    run.record(model=loaded.provenance.to_dict(), data=_data_facts(config, table), capture=captured)
     run.write_report(demo_report(run, config, loaded, table, result, figures, seconds))
+
+
+def _data_facts(config: DemoConfig, table: pd.DataFrame) -> dict[str, str | int]:
+    facts: dict[str, str | int] = {"source": config.data, "rows": len(table), "table_sha256": table_sha256(table)}
+    if config.data == "sentiment":
+        facts |= {"package": SENTIMENT_ARCHIVE.requirement, "archive_sha256": SENTIMENT_ARCHIVE.sha256}
+    return facts
 
 
 def demo_report(
@@ -172,7 +180,7 @@ def demo_report(
         "texts": f"{len(table)} in {table['group'].nunique()} groups",
     }
     sections = [
-        Section("Which heads", _HEADS, figures["head_map"], _MAP, result.best(40), "best_sites"),
+        Section("Which heads", _HEADS, figures["head_map"], _MAP, _kind(result.table, "z"), "heads"),
         Section("Which layers", _LAYERS, figures["layer_curve"], _CURVE, _kind(result.table, "resid_post"), "layers"),
         Section(
             "Texts that the best site gets most wrong", _WRONG, table=_most_wrong(result, table), table_name="wrong"
@@ -237,23 +245,19 @@ def _records(table: pd.DataFrame) -> list[dict]:
 
 def print_best(console: Console, result: Sweep) -> None:
     """The strongest sites with intervals and controls."""
-    shown = Table(title=None, header_style="bold")
-    for name, justify in (
-        ("site", "left"),
-        ("AUROC", "left"),
-        ("accuracy", "left"),
-        ("shuffled", "right"),
-        ("selectivity", "right"),
-        ("p, best of all", "right"),
-    ):
-        shown.add_column(name, justify=justify)
+    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    shown.add_column("site", no_wrap=True)
+    shown.add_column("AUROC, 95 % interval", no_wrap=True)
+    shown.add_column("accuracy", no_wrap=True)
+    shown.add_column("shuffled", justify="right")
+    shown.add_column("p", justify="right")
     for _, row in result.best(SHOWN).iterrows():
         shown.add_row(
             str(row["site"]),
             f"{row['auroc']:.3f} [{row['auroc_low']:.3f}, {row['auroc_high']:.3f}]",
             f"{row['accuracy']:.3f} [{row['accuracy_low']:.3f}, {row['accuracy_high']:.3f}]",
             f"{row['control_auroc']:.3f}",
-            f"{row['selectivity']:.3f}",
             f"{row['p_best_site']:.3f}",
         )
     console.print(shown)
+    console.print("shuffled: AUROC on shuffled labels; p: that the best of all sites does as well by luck.")
