@@ -196,7 +196,8 @@ def _convert(path: Path, target: Path, *, with_tokenizer: bool) -> None:
         source = {"gguf_file": path.name, "local_files_only": True}
         config = AutoConfig.from_pretrained(path.parent, **source)
         steps.update()
-        unpacked = GgufConfig(gguf_file=path.name, dequantize=True)  # some families would keep their blocks packed
+        # Without dequantize some families keep their blocks packed, and save_pretrained refuses the quantised model.
+        unpacked = GgufConfig(gguf_file=path.name, dequantize=True)
         with without_progress_bars(), _without_gguf_bar(), torch.random.fork_rng(devices=[]):
             module, loading = auto_class(config).from_pretrained(
                 path.parent,
@@ -208,10 +209,6 @@ def _convert(path: Path, target: Path, *, with_tokenizer: bool) -> None:
             )
             check_complete(module, loading["missing_keys"], path)
             steps.update()
-            module.hf_quantizer = None  # its presence alone makes save_pretrained refuse
-            module.is_quantized = False
-            if hasattr(module.config, "quantization_config"):
-                del module.config.quantization_config
             module.save_pretrained(target)
         if with_tokenizer:
             AutoTokenizer.from_pretrained(path.parent, **source).save_pretrained(target)
