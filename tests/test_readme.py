@@ -7,6 +7,7 @@ one namespace: as a doctest where it holds `>>>` prompts (`...` stands for any o
 import ast
 import doctest
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ BLOCK = re.compile(r"(?P<mark><!-- test -->\s*\n)?^```(?P<language>\w*)\n(?P<cod
 INLINE = re.compile(r"`([^`\n]+)`")
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 COMMANDS = typer.main.get_command(app).commands
-NOT_FOR_README = {"help", "venv", "clean"}
+NOT_FOR_README = {"help", "venv", "clean", "pictures"}
 
 
 def blocks(text: str) -> Iterator[tuple[str, str, bool]]:
@@ -38,20 +39,29 @@ def command_lines(text: str) -> list[str]:
 
 
 def wrong_commands(text: str) -> list[str]:
-    """Commands that do not exist: make targets, `microtome` commands, and their options."""
+    """Commands that do not exist: make targets, `microtome` commands, and their options, `ARGS` of make included."""
     found = []
     for line in command_lines(text):
-        words = line.split("#")[0].split()
-        if words[:1] == ["make"]:
-            found += [f"{line}: no such target {word}" for word in words[1:] if "=" not in word and word not in TARGETS]
-        if words[:1] == ["microtome"] and len(words) > 1 and not words[1].startswith("-"):
-            if words[1] not in COMMANDS:
-                found.append(f"{line}: no such command {words[1]}")
-                continue
-            known = {option for parameter in COMMANDS[words[1]].params for option in parameter.opts} | {"--help"}
-            given = {word.partition("=")[0] for word in words if word.startswith("--")}
-            found += [f"{line}: no such option {option}" for option in sorted(given - known)]
+        if not line.startswith(("make ", "microtome ")):
+            continue
+        program, *words = shlex.split(line, comments=True)
+        if program == "make":
+            given = [word.partition("=")[2] for word in words if word.startswith("ARGS=")]
+            targets = [word for word in words if "=" not in word]
+            found += [f"{line}: no such target {word}" for word in targets if word not in TARGETS]
+            words = ["demo", *shlex.split(given[0])] if given and targets == ["demo"] else []
+        if words and not words[0].startswith("-"):
+            found += [f"{line}: {problem}" for problem in wrong_words(*words)]
     return found
+
+
+def wrong_words(command: str, *words: str) -> list[str]:
+    """What is wrong with a `microtome` command and its options."""
+    if command not in COMMANDS:
+        return [f"no such command {command}"]
+    known = {option for parameter in COMMANDS[command].params for option in parameter.opts} | {"--help"}
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    return [f"no such option {option}" for option in sorted(given - known)]
 
 
 def test_every_command_in_the_readme_exists():
@@ -73,6 +83,8 @@ def test_every_command_is_in_the_readme():
         ("```console\n$ microtome demo --texts 600\n```", []),
         ("`microtome demo --textz 600`, `microtome dmo`", ["no such option --textz", "no such command dmo"]),
         ("```python\nmake everything\n```", []),
+        ("""`make demo ARGS="--texts 600 --name 'two words'"`""", []),
+        ('`make demo ARGS="--textz 600"`', ["no such option --textz"]),
     ],
 )
 def test_wrong_commands_are_seen(text, wrong):
