@@ -24,7 +24,7 @@ class SiteBlock:
     features: Float[Tensor, "probe example feature"]
 
 
-def as_activations(activations: Activations | Mapping) -> Activations:
+def as_activations(activations) -> Activations:
     """Activations as they are, or from a mapping of names to arrays, as `Activations.from_arrays` reads them."""
     if isinstance(activations, Activations):
         return activations

@@ -50,10 +50,11 @@ class SelectedSite:
 class Sweep:
     """Probes of every site, out of fold, with controls. Axes: probe as the table's rows, example as the data's rows.
 
-    Table columns: site, kind (with stack and call, where there are any), layer, head, auroc, accuracy (each with `_low` and `_high`, the 95 % interval),
-    balanced_accuracy, bits (log-loss per row), control_auroc and control_accuracy (shuffled labels, same pipeline),
-    selectivity (auroc - control_auroc), p_best_site and ridge_auroc (the null of the best site and what it judges),
-    strength (of the refit on all rows), width (features), majority_rate (accuracy of the more frequent class).
+    Table columns: site, kind (with stack and call, where there are any), layer, head, auroc and accuracy (each with
+    `_low` and `_high`, the 95 % interval), balanced_accuracy, bits (log-loss per row), control_auroc and
+    control_accuracy (shuffled labels, same pipeline; with intervals), selectivity (auroc - control_auroc), p_best_site
+    and ridge_auroc (the null of the best site and what it judges), strength (of the refit on all rows), width
+    (features), majority_rate (accuracy of always answering the more frequent class).
     """
 
     table: pd.DataFrame

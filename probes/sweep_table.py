@@ -1,4 +1,4 @@
-"""The numbers of a sweep: a table row per probe from its out-of-fold logits, and what choosing the best site is worth."""
+"""A sweep's numbers: a table row per probe from its out-of-fold logits, and what choosing the best site is worth."""
 
 import math
 from collections.abc import Sequence

@@ -74,7 +74,7 @@ def test_chosen_heads_and_rows_are_those_of_the_whole_matrix(qkv, attends):
     bias = torch.randn(1, HEADS, QUERIES, KEYS, generator=torch.Generator().manual_seed(1))
     options = {"scaling": SCALING, "softcap": 3.0, "sinks": torch.linspace(-1, 1, HEADS), "position_bias": bias}
     whole = attention_rows(q, k, attends, **options)
-    heads = [5, 0, 2]
+    heads = [5, 1, 2]
     some = attention_rows(q, k, attends, heads=heads, queries=torch.tensor([4, 1]), **options)
     torch.testing.assert_close(some, whole[:, heads][:, :, [4, 1]], rtol=0, atol=1e-6)
     per_text = attention_rows(q, k, attends, heads=heads, queries=torch.tensor([[0], [2], [4]]), **options)
@@ -164,7 +164,10 @@ def test_a_query_with_nothing_to_attend_to(qkv, attends):
     q.requires_grad_()
     rows = attention_rows(q, k, attends, scaling=SCALING)
     assert (rows[2, :, 1] == 0).all()
-    rows.square().sum().backward()
+    infinite = torch.where(attends, 0.0, -torch.inf)
+    by_adding = attention_rows(q, k, infinite, scaling=SCALING)
+    torch.testing.assert_close(by_adding, rows, rtol=0, atol=1e-6)
+    by_adding.square().sum().backward()
     assert q.grad.isfinite().all()
     uniform = attention_rows(q, k, additive(attends), scaling=SCALING)[2, :, 1]
     torch.testing.assert_close(uniform, torch.full_like(uniform, 1 / KEYS))

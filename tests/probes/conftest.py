@@ -1,5 +1,6 @@
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 
 
 @pytest.fixture(autouse=True)
@@ -7,5 +8,6 @@ def one_thread():
     """Small products are slower on two threads, and far slower where another process holds a core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with threadpool_limits(1):
+        yield
     torch.set_num_threads(threads)

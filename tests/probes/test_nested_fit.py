@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from microtome.probes.folds import grouped_folds, nested_folds
+from microtome.probes.logistic_solver import fit_logistic
+from microtome.probes.nested_fit import DEFAULT_STRENGTHS, nested_fit
+
+
+@pytest.fixture
+def case():
+    rng = np.random.default_rng(0)
+    labels = rng.permutation(np.arange(120) % 2)
+    features = rng.normal(size=(120, 6)) * [1, 10, 0.1, 3, 5, 1] + 4
+    features[:, 2] += 0.15 * labels
+    test = grouped_folds(labels, np.arange(120), folds=3)
+    nested = nested_folds(labels, np.arange(120), test, folds=2)
+    positive = torch.from_numpy(np.stack([labels, rng.permutation(labels)]) == 1)
+    return torch.from_numpy(features), positive, torch.from_numpy(test), torch.from_numpy(nested)
+
+
+def pipeline(strength):
+    return make_pipeline(StandardScaler(), LogisticRegression(C=strength, solver="newton-cholesky", tol=1e-10))
+
+
+def test_agreement_with_nested_scikit_learn(case):
+    features, positive, test, nested = case
+    fit = nested_fit(features, positive, test, nested, DEFAULT_STRENGTHS)
+    x = features.numpy()
+    outer = dict.fromkeys(DEFAULT_STRENGTHS, 0.0)
+    for row, y in enumerate(positive.numpy()):
+        for fold, rows in enumerate(test.numpy()):
+            losses = []
+            for strength in DEFAULT_STRENGTHS:
+                total = 0.0
+                for held_out in nested[fold].numpy():
+                    train = ~rows & ~held_out
+                    p = pipeline(strength).fit(x[train], y[train]).predict_proba(x[held_out])
+                    total += log_loss(y[held_out], p, normalize=False) / np.log(2)
+                losses.append(total / (~rows).sum())
+                if row == 0:
+                    p = pipeline(strength).fit(x[~rows], y[~rows]).predict_proba(x[rows])
+                    outer[strength] += log_loss(y[rows], p, normalize=False)
+            best = DEFAULT_STRENGTHS[int(np.argmin(losses))]
+            assert fit.fold_strengths[row, fold].item() == pytest.approx(best)
+            assert fit.inner_loss[row, fold].item() == pytest.approx(min(losses), abs=1e-4)
+            expected = pipeline(best).fit(x[~rows], y[~rows]).decision_function(x[rows])
+            np.testing.assert_allclose(fit.scores[row, rows], expected, atol=2e-3)
+    assert fit.strength == pytest.approx(min(outer, key=outer.get))
+    whole = LogisticRegression(C=fit.strength, solver="newton-cholesky", tol=1e-10)
+    scaler = StandardScaler().fit(x)
+    whole.fit(scaler.transform(x), positive[0].numpy())
+    np.testing.assert_allclose(fit.coefficients, whole.coef_[0] / scaler.scale_, atol=1e-5)
+    raw = whole.intercept_[0] - whole.coef_[0] @ (scaler.mean_ / scaler.scale_)
+    assert fit.intercept == pytest.approx(raw, abs=1e-5)
+
+
+def test_corrupt_test_rows_change_no_bit_of_their_fold(case, monkeypatch):
+    features, positive, test, nested = case
+    learned = []
+
+    def recording(*arguments, **options):
+        fits = fit_logistic(*arguments, **options)
+        learned.append(fits)
+        return fits
+
+    monkeypatch.setattr("microtome.probes.nested_fit.fit_logistic", recording)
+    clean = nested_fit(features, positive, test, nested)
+    before, learned[:] = list(learned), []
+    corrupted = features.clone()
+    corrupted[test[0].nonzero()[3, 0]] = 1e9
+    dirty = nested_fit(corrupted, positive, test, nested)
+    blocks = -(-len(DEFAULT_STRENGTHS) // 6)
+    in_first_fold = [fits for fits in before[:blocks] if fits.weights.shape[3] == 6][:1]
+    assert len(in_first_fold) == 1
+    for old, new in zip(in_first_fold, learned[:1], strict=True):
+        for name in ("weights", "intercepts", "mean", "scale"):
+            assert torch.equal(getattr(old, name), getattr(new, name)), name
+    assert torch.equal(clean.fold_strengths[:, 0], dirty.fold_strengths[:, 0])
+    assert torch.equal(clean.inner_loss[:, 0], dirty.inner_loss[:, 0])
+    kept = test[0] & (corrupted == features).all(dim=1)
+    assert torch.equal(clean.scores[:, kept], dirty.scores[:, kept])
+    # the other folds train on that row, so they must move
+    assert not torch.equal(clean.scores[:, test[1]], dirty.scores[:, test[1]])
+
+
+def test_weak_penalties_are_fitted_only_where_wanted(case, monkeypatch):
+    features, positive, test, nested = case
+    calls = []
+
+    def recording(features, labels, train, strengths, **options):
+        calls.append((len(labels), len(strengths)))
+        return fit_logistic(features, labels, train, strengths, **options)
+
+    monkeypatch.setattr("microtome.probes.nested_fit.fit_logistic", recording)
+    # a label that one feature gives away: ever weaker penalties are better. Its shuffle wants the strongest
+    telling = torch.cat([features, 8.0 * positive[:1].double().T], dim=1)
+    fit = nested_fit(telling, positive, test, nested)
+    assert calls[:2] == [(2, 6), (1, 2)]
+    assert (fit.fold_strengths[0] == DEFAULT_STRENGTHS[-1]).all()
+    assert (fit.fold_strengths[1] < 0.1).all()
+
+
+def test_labellings_do_not_touch_each_other(case):
+    features, positive, test, nested = case
+    both, alone = nested_fit(features, positive, test, nested), nested_fit(features, positive[:1], test, nested)
+    torch.testing.assert_close(both.scores[:1], alone.scores, rtol=0, atol=1e-3)
+    assert torch.equal(both.fold_strengths[:1], alone.fold_strengths)
