@@ -120,15 +120,14 @@ def _write(folder: Path, rows: pd.DataFrame, tensors: Mapping[Site, Tensor], pro
 
 
 def _standalone(tensors: Mapping[Site, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, on the CPU and each alone in its storage, as the file format wants them; copies only where not so."""
+    """Contiguous, on the CPU, no two in one storage, as the file format wants them; copies only where that is not so."""
     alone: dict[str, Tensor] = {}
     taken: set[int] = set()
     for site, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage()
-        is_alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in taken
-        alone[str(site)] = tensor if is_alone else tensor.clone()
-        taken.add(storage.data_ptr())
+        storage = tensor.untyped_storage().data_ptr()
+        alone[str(site)] = tensor.clone() if storage in taken else tensor
+        taken.add(storage)
     return alone
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ def wide_frame(rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: st
             frames.append(pd.DataFrame({str(site): wide.norm(dim=1).numpy()}))
         else:
             names = [f"{site}[{n}]" for n in range(wide.shape[1])]
-            frames.append(pd.DataFrame(np.array(wide.numpy()), columns=names))
+            frames.append(pd.DataFrame(wide.numpy(), columns=names, copy=True))
     return pd.concat(frames, axis=1)
 
 

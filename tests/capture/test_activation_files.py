@@ -71,6 +71,10 @@ def test_selections_that_share_memory_are_saved_alone(tmp_path):
     assert_same(Activations.load(tmp_path / "heads"), chosen)
     shared = Activations(acts.rows, {Site("a"): acts["resid_post.3"], Site("b"): acts["resid_post.3"]}, {})
     shared.save(tmp_path / "shared")
+    whole = torch.arange(30.0).view(10, 3)
+    slices = Activations(acts.rows, {Site("a"): whole[:4], Site("b"): whole[4:8], Site("c"): whole[:, :2][:4]}, {})
+    slices.save(tmp_path / "slices")
+    assert_same(Activations.load(tmp_path / "slices"), slices)
     assert_same(Activations.load(tmp_path / "shared"), shared)
 
 
