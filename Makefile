@@ -6,7 +6,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: pictures help demo test test-slow check bench venv clean
+.PHONY: help demo test test-slow check pictures bench venv clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,8 +39,9 @@ venv: $(VENV)/.all-installed
 demo: $(VENV)/.core-installed
 	$(BIN)/microtome demo $(ARGS)
 
+# two processes of one thread each: tiny models gain nothing from threads
 test: $(VENV)/.all-installed
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.all-installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
