@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+BLOCK = 64  # features worked on at a time: float64 rows of more fall out of the cache
 PAD = 8  # columns in whole vectors: products of width 65 run at half the speed of width 72
 
 
@@ -42,47 +43,53 @@ class FoldBasis:
 
 
 def fold_moments(
-    features: Float[Tensor, "site example d_model"], train: Bool[Tensor, "fold example"]
+    columns: Float[Tensor, "site d_model example"], train: Bool[Tensor, "fold example"]
 ) -> tuple[Float[Tensor, "site fold d_model"], Float[Tensor, "site fold d_model"]]:
-    """Mean and deviation (divisor n) of each fold's training rows, from those rows only, in float64.
+    """Mean and deviation (divisor n) of each fold's training rows, from those rows only; float64 features in columns.
 
     A feature whose deviation is rounding noise of its mean counts as constant: its deviation is 0.
     """
-    rows, masks = features.double(), train.double()
-    n_train = masks.sum(1, keepdim=True)
-    mean = rows.new_empty(len(rows), len(train), rows.shape[2])
+    masks = train.double()
+    n_train = masks.sum(1)
+    mean = columns.new_empty(len(columns), columns.shape[1], len(train))
     square = torch.empty_like(mean)
     # sums about the first training row lose no digits to a large mean; folds that share that row share the products.
     # A product with 0 adds nothing at all, so rows outside a fold leave its sums as they are, to the bit
     pivots = train.long().argmax(1)
-    for pivot in pivots.unique():
-        shared = pivots == pivot
-        shifted = rows - rows[:, pivot, None]
-        offset = masks[shared] @ shifted / n_train[shared]
-        mean[:, shared] = rows[:, pivot, None] + offset
-        square[:, shared] = masks[shared] @ shifted.square_() / n_train[shared] - offset.square()
+    for some in torch.arange(columns.shape[1]).split(BLOCK):
+        block = columns[:, some[0] : some[-1] + 1]
+        for pivot in pivots.unique():
+            shared = (pivots == pivot).nonzero()[:, 0]
+            at, folds = (slice(None), some[:, None], shared), masks[shared].T
+            shifted = block - block[..., pivot, None]
+            offset = shifted @ folds / n_train[shared]
+            mean[at] = block[..., pivot, None] + offset
+            square[at] = shifted.square_() @ folds / n_train[shared] - offset.square()
     deviation = square.clamp(min=0).sqrt()
     noise = torch.finfo(torch.float64).eps * n_train * mean.abs()
-    return mean, torch.where(deviation > noise, deviation, 0.0)
+    return mean.mT, torch.where(deviation > noise, deviation, 0.0).mT
 
 
 def fold_basis(
     features: Float[Tensor, "site example d_model"], train: Bool[Tensor, "fold example"], *, standardize: bool = True
 ) -> FoldBasis:
     """Shared rows and per-fold penalties; `standardize=False` leaves the penalty on the weights of the raw features."""
-    mean, deviation = fold_moments(features, train)
+    n_sites, n_rows, width = features.shape
+    padded = -(-(width + 1) // PAD) * PAD
+    double = features.new_empty(n_sites, padded, n_rows, dtype=torch.float64)
+    columns = double[:, :width]
+    columns.copy_(features.mT)
+    mean, deviation = fold_moments(columns, train)
     scale = deviation if standardize else torch.ones_like(deviation)
     narrowest = deviation.masked_fill(deviation == 0, torch.inf).argmin(1, keepdim=True)
     centre = mean.gather(1, narrowest)[:, 0]
     unit = scale.gather(1, narrowest)[:, 0]
     unit = torch.where(unit > 0, unit, 1.0)
 
-    n_sites, n_rows, width = features.shape
-    padded = -(-(width + 1) // PAD) * PAD
-    double = features.new_zeros(n_sites, padded, n_rows, dtype=torch.float64)
     is_alive = (deviation > 0).any(1)
-    torch.sub(features.mT, centre[..., None], out=double[:, :width]).mul_((is_alive / unit)[..., None])
+    columns.sub_(centre[..., None]).mul_((is_alive / unit)[..., None])
     double[:, width] = 1.0
+    double[:, width + 1 :] = 0.0
     single = double.float()
 
     # a feature constant in a fold only shifts the free intercept there, so any penalty brings its weight to 0
@@ -90,8 +97,7 @@ def fold_basis(
     ridge[..., :width] = torch.where(deviation > 0, (scale / unit[:, None]) ** 2, 1.0)
     ridge[..., width] = 0.0
 
-    features_only = single[:, :width]
-    spectrum, vectors = torch.linalg.eigh(features_only @ features_only.mT / n_rows)
+    spectrum, vectors = torch.linalg.eigh(single[:, :width] @ single[:, :width].mT / n_rows)
     axes = single.new_zeros(n_sites, padded, width + 1)
     axes[:, :width, :width] = vectors
     axes[:, width, width] = 1.0

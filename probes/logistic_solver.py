@@ -118,7 +118,7 @@ def fit_logistic(
     )
     fits_per_site = weight[..., 0].numel() * len(strengths)
     together = max(1, memory_bytes // (int(used.sum()) * (4 * features.shape[2] + 20 * fits_per_site)))
-    parts = [_fit_sites(sites[:, used], request) for sites in features.split(together)]
+    parts = [_fit_sites(sites if bool(used.all()) else sites[:, used], request) for sites in features.split(together)]
     weights, intercepts, mean, scale, gradient, margin, passes = (torch.cat(part) for part in zip(*parts, strict=True))
     fits = LogisticFits(
         weights=weights,
@@ -185,7 +185,7 @@ def _fit_sites(features: Float[Tensor, "site example d_model"], request: _Reques
 
 def _fit_rotated(features: Float[Tensor, "site example d_model"], request: _Request) -> tuple[Tensor, ...]:
     """As `_fit_sites`, fold by fold on x̂ Q, where the columns of Q span the fold's standardised training rows."""
-    mean, deviation = fold_moments(features, request.train)
+    mean, deviation = fold_moments(features.mT.double(), request.train)
     scale = deviation if request.standardize else torch.ones_like(deviation)
     parts = []
     for fold, rows in enumerate(request.train):
@@ -226,10 +226,8 @@ def _check(features, labels, train, strengths, sample_weight) -> None:
             f"strengths are C, finite and above 0; got {strengths.tolist()}. For nearly no penalty use a large C such as 1e4."
         )
     for site, rows in enumerate(features):
-        # NaN fails the comparison too
-        is_bad = ~(rows.abs() < LARGEST)
-        if bool(is_bad.any()):
-            row, feature = is_bad.nonzero()[0].tolist()
+        if not bool(rows.abs().amax() < LARGEST):  # nor is NaN
+            row, feature = (~(rows.abs() < LARGEST)).nonzero()[0].tolist()
             raise ValueError(
                 f"features hold NaN, inf or numbers past {LARGEST:g}, first at site {site}, row {row}, feature {feature}; "
                 "drop the row or fix the capture."

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from microtome.app.cli import app
-from microtome.app.config import DemoConfig
 from pydantic import ValidationError
 from typer.testing import CliRunner
+
+from microtome.app.cli import app
+from microtome.app.config import DemoConfig
 
 
 def run(*arguments: str):

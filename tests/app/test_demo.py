@@ -6,12 +6,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from typer.testing import CliRunner
+
 from microtome.app.cli import app
 from microtome.app.config import DemoConfig
 from microtome.app.demo import demo_data, run_demo
 from microtome.data.runs import Run
 from microtome.data.toy import toy_sentiment
-from typer.testing import CliRunner
 
 SMALL = {"data": "toy", "texts": 120, "folds": 3, "inner_folds": 2, "permutations": 19, "bootstraps": 100}
 

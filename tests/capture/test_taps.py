@@ -224,6 +224,16 @@ def test_rows_of_the_pattern_may_differ_by_text(tappable, forward):
     torch.testing.assert_close(one, whole[:, 3, [0, 8]], rtol=0, atol=1e-6)
 
 
+def test_an_edit_names_each_row_of_the_pattern_once(tappable, forward):
+    model, anatomy = tappable("llama")
+    twice = Edit(zeros, queries=[-1, 3, 8])
+    with (
+        pytest.raises(ValueError, match=r"pattern\.1\.2 names a query row twice: \[\[8, 3, 8\]\]"),
+        taps(model, edits={"pattern.1.2": twice}, anatomy=anatomy),
+    ):
+        forward(model)
+
+
 # ---- order
 
 

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from microtome.probes.logistic import LogisticProbe
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from microtome.probes.logistic import LogisticProbe
 
 
 @parametrize_with_checks([LogisticProbe()])

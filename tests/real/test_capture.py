@@ -1,4 +1,4 @@
-"""The two bundled pretrained models: every identity holds, and a text gives the same activations alone or in a batch."""
+"""The bundled pretrained models: every identity holds, and a text gives the same activations alone or in a batch."""
 
 import pytest
 import torch
