@@ -168,9 +168,9 @@ import numpy, pandas, plotly, pydantic, rich, sklearn, torch, tqdm, transformers
 import transformers.modeling_utils
 
 def state():
-    loggers = {name: logging.getLogger(name).level for name in before_names}
-    return {
-        "logger levels": loggers | {"root": logging.getLogger().level, "handlers": len(logging.getLogger().handlers)},
+    levels = {f"level of logger {name}": logging.getLogger(name).level for name in before_names}
+    return levels | {
+        "root logger": [logging.getLogger().level, len(logging.getLogger().handlers)],
         "levels of our loggers": [n for n in logging.root.manager.loggerDict
                                   if n.startswith("microtome") and logging.getLogger(n).level],
         "python's generator": hash(random.getstate()),
