@@ -120,7 +120,7 @@ def _write(folder: Path, rows: pd.DataFrame, tensors: Mapping[Site, Tensor], pro
 
 
 def _standalone(tensors: Mapping[Site, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, on the CPU, no two in one storage, as the file format wants them; copied only where needed for that."""
+    """Contiguous, on the CPU, no two in one storage, as the file format wants them; copied only where that needs it."""
     alone: dict[str, Tensor] = {}
     taken: set[int] = set()
     for site, tensor in tensors.items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -142,17 +143,20 @@ def test_a_failed_replacement_puts_the_old_one_back(tmp_path, monkeypatch):
 def test_a_killed_process_keeps_the_old_one(tmp_path):
     """A real kill while the new files are half written."""
     make(0).save(tmp_path / "acts")
+    # the package's own __init__ imports transformers, which this process can do without: an empty one stands in
     script = f"""
-        import pathlib, time
+        import pathlib, sys, time, types
+        package = sys.modules["microtome.capture"] = types.ModuleType("microtome.capture")
+        package.__path__ = [{str(pathlib.Path(activation_files.__file__).parent)!r}]
         from microtome.capture import activation_files
-        from microtome.capture.activations import Activations
         write = activation_files.save_file
         def stall(tensors, path):
             write(tensors, path)
             pathlib.Path({str(tmp_path / "reached")!r}).touch()
             time.sleep(600)
         activation_files.save_file = stall
-        Activations.load({str(tmp_path / "acts")!r}).save({str(tmp_path / "acts")!r}, overwrite=True)
+        saved = activation_files.load_activations({str(tmp_path / "acts")!r})
+        activation_files.save_activations({str(tmp_path / "acts")!r}, *saved, overwrite=True)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=tmp_path)
     try:
