@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 import typer
 import yaml
 from pydantic import ValidationError
-from rich.console import Console
 
 from microtome.app.config import DemoConfig
 
@@ -96,6 +95,8 @@ class _user_errors:
 
 
 def _fail(message: str) -> None:
+    from rich.console import Console  # late: importing rich draws from Python's random generator
+
     Console(stderr=True, highlight=False).print(f"[red]microtome:[/red] {message}", soft_wrap=True)
     sys.exit(2)
 

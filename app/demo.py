@@ -7,12 +7,10 @@ probe directions, figures, and one HTML page that opens offline.
 import json
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import plotly.graph_objects as go
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from microtome.app.config import DemoConfig
 from microtome.capture.collect import capture
@@ -25,6 +23,9 @@ from microtome.data.text_groups import text_groups
 from microtome.data.toy import toy_sentiment
 from microtome.figures.report import Section, html_report
 from microtome.probes.sweep import Sweep, sweep
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SITES = ("resid_post", "z")
 SHOWN = 12
@@ -75,6 +76,8 @@ def run_demo(config: DemoConfig, *, as_json: bool = False) -> DemoResult:
     Raises:
         ValueError, KeyError: settings or data that cannot be used; the message says which and why.
     """
+    from rich.console import Console  # late: importing rich draws from Python's random generator
+
     console = Console(stderr=as_json, highlight=False)
     seconds: dict[str, float] = {}
     started = time.perf_counter()
@@ -243,8 +246,11 @@ def _records(table: pd.DataFrame) -> list[dict]:
     return json.loads(table.to_json(orient="records"))
 
 
-def print_best(console: Console, result: Sweep) -> None:
+def print_best(console: "Console", result: Sweep) -> None:
     """The strongest sites with intervals and controls."""
+    from rich import box
+    from rich.table import Table
+
     shown = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     shown.add_column("site", no_wrap=True)
     shown.add_column("AUROC, 95 % interval", no_wrap=True)

@@ -308,6 +308,26 @@ def test_rows_under_flash_attention_come_from_its_flags(tiny, flash_stand_in, si
         assert (rows - weights)[1][:, real[1]].abs().max() < 1e-5
 
 
+def test_rows_of_a_cached_step_under_flash_attention_see_all_keys(tiny, flash_stand_in):
+    model, ids = tiny("llama"), batch()["input_ids"]
+    whole = eager_twin(model)(input_ids=ids, output_attentions=True).attentions
+    model.config._attn_implementation_internal = flash_stand_in
+    with torch.no_grad():
+        start = model(input_ids=ids[:, :-2], use_cache=True).past_key_values
+    calls = recorded_calls(model, lambda: first_output(model, input_ids=ids[:, -2:], cache=start))
+    for call, weights in zip(calls, whole, strict=True):
+        torch.testing.assert_close(call.pattern_rows(None, None), weights[:, :, -2:], rtol=0, atol=1e-5)
+
+
+def test_rows_under_eager_attention_without_a_mask_are_not_causal(tiny):
+    module = tiny("llama").model.layers[0].self_attn
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    q, k, v = (torch.randn(2, n, 5, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
+    _, expected = eager(module, q, k, v, None, scaling=0.5)
+    rows = SeamCall(module, "eager", q, k, v, None, {"scaling": 0.5}).pattern_rows(None, None)
+    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-6)
+
+
 def test_rows_refuse_a_mask_object_of_another_implementation():
     call = SeamCall(torch.nn.Identity(), "flex_attention", *torch.zeros(3, 1, 1, 1, 1), object())
     with pytest.raises(TypeError, match="'flex_attention' attention passes a object as mask"):

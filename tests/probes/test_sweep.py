@@ -89,7 +89,7 @@ def test_groups_stay_whole_and_every_row_is_scored(planted):
 
 def test_each_probe_is_fitted_as_alone(planted):
     activations, result = planted
-    alone = sweep(activations, "positive", groups="question", sites=["z.1.7"], **QUICK)
+    alone = sweep(activations, "positive", groups="question", sites=["z.1.7"], **QUICK | {"permutations": 199})
     assert torch.equal(alone.test, result.test)
     assert torch.equal(alone.control_positive, result.control_positive)
     row = result.table["site"].tolist().index("z.1.7")
@@ -206,7 +206,7 @@ def test_progress_can_be_silent(capsys):
         ({"labels": np.where(np.arange(40) == 3, np.nan, np.arange(40) % 2)}, ValueError, r"first: row 3"),
         ({"labels": balanced(39)}, ValueError, r"labels has shape \(39,\), activations 40 rows"),
         ({"labels": "polarity"}, KeyError, "labels='polarity' is no column of activations.rows"),
-        ({"groups": "question"}, KeyError, """groups='question' is no column.* or \\\\"rows\\\\", or pass one value"""),
+        ({"groups": "question"}, KeyError, 'question.* is no column.* or "rows", or pass one value'),
         ({"groups": np.arange(39)}, ValueError, "groups has 39 entries for 40 rows"),
         ({"groups": np.arange(40) // 20}, ValueError, "2 groups cannot fill 4 folds"),
         ({"strengths": (0.1, 0.01)}, ValueError, r"strengths=\(0\.1, 0\.01\); give positive values"),
