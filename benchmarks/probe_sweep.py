@@ -135,7 +135,7 @@ def agreement(bench: Bench) -> None:
         "<= 1",
         gap <= 1e-4,
         "LogisticRegression(solver='newton-cholesky', tol=1e-10) on float64 standardised features",
-        f"gap {gap:.1e}; {fits_compared} fits: every 10th head and 6th layer, first fold, all strengths; tolerance {TOLERANCE:g}",
+        f"gap {gap:.1e}; {fits_compared} fits: every 10th head and 6th layer, first fold, all strengths; tolerance {TOLERANCE:g}",  # noqa: E501
     )
 
 

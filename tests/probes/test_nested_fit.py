@@ -8,7 +8,7 @@ from sklearn.preprocessing import StandardScaler
 
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.logistic_solver import fit_logistic
-from microtome.probes.nested_fit import DEFAULT_STRENGTHS, nested_fit
+from microtome.probes.nested_fit import DEFAULT_STRENGTHS, fold_path, nested_fit
 
 
 @pytest.fixture
@@ -69,22 +69,35 @@ def test_corrupt_test_rows_change_no_bit_of_their_fold(case, monkeypatch):
         return fits
 
     monkeypatch.setattr("microtome.probes.nested_fit.fit_logistic", recording)
-    clean = nested_fit(features, positive, test, nested)
+    strengths = torch.tensor(DEFAULT_STRENGTHS, dtype=torch.float64)
+    rows = test[0]
+    loss, logits = fold_path(features, positive, ~rows, nested[0], rows, strengths)
     before, learned[:] = list(learned), []
     corrupted = features.clone()
-    corrupted[test[0].nonzero()[3, 0]] = 1e4
-    dirty = nested_fit(corrupted, positive, test, nested)
-    blocks = -(-len(DEFAULT_STRENGTHS) // 6)
-    in_first_fold = [fits for fits in before[:blocks] if fits.weights.shape[3] == 6][:1]
-    assert len(in_first_fold) == 1
-    for old, new in zip(in_first_fold, learned[:1], strict=True):
+    corrupted[rows.nonzero()[3, 0]] = 1e9
+    corrupted_loss, corrupted_logits = fold_path(corrupted, positive, ~rows, nested[0], rows, strengths)
+    assert len(before) == len(learned) > 0
+    for old, new in zip(before, learned, strict=True):
         for name in ("weights", "intercepts", "mean", "scale"):
             assert torch.equal(getattr(old, name), getattr(new, name)), name
+    assert torch.equal(loss, corrupted_loss)
+    is_fitted = loss.isfinite()
+    others = torch.arange(int(rows.sum())) != 3
+    assert torch.equal(logits[is_fitted][:, others], corrupted_logits[is_fitted][:, others])
+    assert not torch.equal(logits[is_fitted][:, 3], corrupted_logits[is_fitted][:, 3])
+
+
+def test_an_outlier_moves_only_the_folds_that_train_on_it(case):
+    features, positive, test, nested = case
+    outlier = test[0].nonzero()[3, 0]
+    corrupted = features.clone()
+    corrupted[outlier] = 1e4
+    clean, dirty = nested_fit(features, positive, test, nested), nested_fit(corrupted, positive, test, nested)
     assert torch.equal(clean.fold_strengths[:, 0], dirty.fold_strengths[:, 0])
     assert torch.equal(clean.inner_loss[:, 0], dirty.inner_loss[:, 0])
-    kept = test[0] & (corrupted == features).all(dim=1)
+    kept = test[0].clone()
+    kept[outlier] = False
     assert torch.equal(clean.scores[:, kept], dirty.scores[:, kept])
-    # the other folds train on that row, so they must move
     assert not torch.equal(clean.scores[:, test[1]], dirty.scores[:, test[1]])
 
 

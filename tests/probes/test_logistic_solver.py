@@ -1,0 +1,233 @@
+"""The batched solver: what must not change its answer, scikit-learn's answer, hard data, messages."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from microtome.probes import logistic_solver
+from microtome.probes.logistic_solver import ConvergenceWarning, fit_logistic
+
+STRENGTHS = [1e-3, 0.1, 3.0]
+
+
+def problem(rows: int = 150, width: int = 12, sites: int = 3, seed: int = 0):
+    """Correlated features of unlike size [site, row, feature], two label sets [2, row], three training masks [3, row]."""
+    generator = torch.Generator().manual_seed(seed)
+    latent = torch.randn(sites, rows, width, dtype=torch.float64, generator=generator)
+    mix = torch.randn(width, width, dtype=torch.float64, generator=generator)
+    features = latent @ mix * torch.logspace(-2, 2, width, dtype=torch.float64) + 3
+    noise = torch.randn(2, rows, dtype=torch.float64, generator=generator)
+    labels = torch.stack([latent[0, :, 0] + noise[0] > 0, noise[1] > 0.4])
+    train = torch.stack([torch.arange(rows) % 3 != fold for fold in range(3)])
+    return features, labels, train
+
+
+def fit(features, labels, train, strengths=STRENGTHS, **options):
+    return fit_logistic(features, labels, train, strengths, **({"tolerance": 1e-12} | options))
+
+
+def reordered(features, labels, train):
+    order = torch.randperm(features.shape[1], generator=torch.Generator().manual_seed(1))
+    return fit(features[:, order], labels[:, order], train[:, order])
+
+
+def with_rotated_rows(features, labels, train):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logistic_solver, "WIDE", 0.0)
+        patch.setattr(logistic_solver, "_fit_rotated", rotated_once(logistic_solver._fit_rotated, patch))
+        return fit(features, labels, train)
+
+
+def rotated_once(rotate, patch):
+    """Rotate, but solve the rotated rows directly."""
+
+    def once(features, request):
+        patch.setattr(logistic_solver, "WIDE", np.inf)
+        try:
+            return rotate(features, request)
+        finally:
+            patch.setattr(logistic_solver, "WIDE", 0.0)
+
+    return once
+
+
+def back(fits, **axes):
+    """The fits with their axes put back in order."""
+    weights, intercepts = fits.weights, fits.intercepts
+    for axis, order in axes.items():
+        number = ["site", "label_set", "fold", "strength"].index(axis)
+        inverse = torch.tensor(order).argsort()
+        weights, intercepts = weights.index_select(number, inverse), intercepts.index_select(number, inverse)
+    return weights, intercepts
+
+
+def plain(fits):
+    return fits.weights, fits.intercepts
+
+
+IDENTITIES = {
+    "rows in another order": lambda x, y, t: plain(reordered(x, y, t)),
+    "sites in another order": lambda x, y, t: back(fit(x[[2, 0, 1]], y, t), site=[2, 0, 1]),
+    "label sets in another order": lambda x, y, t: back(fit(x, y[[1, 0]], t), label_set=[1, 0]),
+    "folds in another order": lambda x, y, t: back(fit(x, y, t[[1, 2, 0]]), fold=[1, 2, 0]),
+    "strengths in another order": lambda x, y, t: back(
+        fit(x, y, t, [STRENGTHS[i] for i in (2, 0, 1)]), strength=[2, 0, 1]
+    ),
+    "one fit at a time in memory": lambda x, y, t: plain(fit(x, y, t, memory_bytes=1)),
+    "rows that no fold trains on": lambda x, y, t: plain(
+        fit(
+            torch.cat([x, torch.full_like(x[:, :5], 1e9)], 1),
+            torch.cat([y, y[:, :5]], 1),
+            torch.cat([t, torch.zeros_like(t[:, :5])], 1),
+        )
+    ),
+    "features rotated into the span of the rows": lambda x, y, t: plain(with_rotated_rows(x, y, t)),
+}
+
+
+@pytest.mark.parametrize("identity", IDENTITIES)
+def test_identity(identity) -> None:
+    features, labels, train = problem()
+    features = features / features.std((0, 1))
+    expected = fit(features, labels, train)
+    weights, intercepts = IDENTITIES[identity](features, labels, train)
+    torch.testing.assert_close(weights, expected.weights, rtol=0, atol=1e-10)
+    torch.testing.assert_close(intercepts, expected.intercepts, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("standardize", [True, False])
+def test_the_gradient_of_the_objective_is_zero(standardize) -> None:
+    features, labels, train = problem()
+    features = features / features.std((0, 1))
+    fits = fit(features, labels, train, standardize=standardize)
+    for fold, mask in enumerate(train):
+        rows = (features[:, mask] - fits.mean[:, fold, None]) / fits.scale[:, fold, None]
+        scores = torch.einsum("slcd,snd->slcn", fits.weights[:, :, fold], rows) + fits.intercepts[:, :, fold, :, None]
+        residual = torch.sigmoid(scores) - labels[:, None, mask].double()
+        strength = fits.strengths[:, None]
+        slope = fits.weights[:, :, fold] + strength * torch.einsum("slcn,snd->slcd", residual, rows)
+        assert slope.abs().max() <= 1e-9
+        assert residual.sum(-1).abs().max() <= 1e-9
+    assert fits.converged.all()
+    assert (fits.gradient <= 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "strengths", "atol"),
+    [
+        (150, 12, [1e-4, 0.01, 1.0], 1e-6),
+        (150, 12, [100.0], 1e-4),
+        (90, 50, [0.01, 1.0], 1e-6),
+        (60, 150, [1e-3, 0.1], 1e-4),
+    ],
+)
+@pytest.mark.parametrize("weighting", ["none", "rows", "balanced", "rows and balanced"])
+def test_agrees_with_newton_cholesky(rows, width, strengths, atol, weighting) -> None:
+    features, labels, train = problem(rows, width, sites=2)
+    sample_weight = None
+    if "rows" in weighting:
+        sample_weight = torch.rand(2, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 3
+    class_weight = "balanced" if "balanced" in weighting else None
+    fits = fit_logistic(features, labels, train, strengths, sample_weight=sample_weight, class_weight=class_weight)
+    scores = fits.decision(features)
+    for site, label_set, fold, level in np.ndindex(2, 2, 3, len(strengths)):
+        x, mask = features[site].numpy(), train[fold].numpy()
+        mean, scale = x[mask].mean(0), x[mask].std(0)
+        other = LogisticRegression(
+            C=strengths[level], class_weight=class_weight, solver="newton-cholesky", tol=1e-11, max_iter=1000
+        )
+        weight = None if sample_weight is None else sample_weight[label_set, mask].numpy()
+        other.fit((x[mask] - mean) / scale, labels[label_set, mask].numpy(), weight)
+        at = site, label_set, fold, level
+        np.testing.assert_allclose(fits.weights[at], other.coef_[0], atol=atol)
+        np.testing.assert_allclose(fits.intercepts[at], other.intercept_[0], atol=atol)
+        np.testing.assert_allclose(scores[at], other.decision_function((x - mean) / scale), atol=100 * atol)
+
+
+def test_rows_that_overlap_are_not_flagged_as_separable() -> None:
+    features, labels, train = problem()
+    assert not fit(features, labels, train).separated.any()
+
+
+def test_float32_features_give_the_float64_answer() -> None:
+    features, labels, train = problem()
+    features[..., 2] += 3000  # a massive activation: mean 1e5 deviations
+    single = features.float()
+    expected, found = fit(single.double(), labels, train), fit(single, labels, train)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=1e-10)
+    rounded = fit(features[..., 3:], labels, train), fit(features[..., 3:].float(), labels, train)
+    torch.testing.assert_close(rounded[0].weights, rounded[1].weights, rtol=0, atol=1e-5)
+
+
+def test_raw_weights_score_as_the_standardised_ones() -> None:
+    features, labels, train = problem()
+    fits = fit(features, labels, train)
+    scores = fits.decision(features)
+    for fold in range(3):
+        rows = (features - fits.mean[:, fold, None]) / fits.scale[:, fold, None]
+        expected = torch.einsum("slcd,snd->slcn", fits.weights[:, :, fold], rows)
+        torch.testing.assert_close(
+            scores[:, :, fold], expected + fits.intercepts[:, :, fold, :, None], rtol=0, atol=1e-9
+        )
+    one = fit(features[0], labels[0], train[0], [0.1])
+    torch.testing.assert_close(one.decision(features[0])[0, 0, 0, 0], scores[0, 0, 0, 1], rtol=0, atol=1e-8)
+
+
+def test_constant_features_get_no_weight() -> None:
+    features, labels, train = problem()
+    with_constants = torch.cat([features, torch.full_like(features[..., :2], 0.1)], -1)
+    with_constants[:, 0, -1] = 5.0  # constant only where row 0 is not trained on: in the first fold
+    fits, expected = fit(with_constants, labels, train), fit(features, labels, train)
+    assert (fits.weights[..., -2] == 0).all()
+    assert (fits.weights[:, :, 0, :, -1] == 0).all()
+    assert (fits.raw_weights[:, :, 0, :, -1] == 0).all()
+    assert (fits.weights[:, :, 1, :, -1] != 0).all()
+    torch.testing.assert_close(fits.weights[:, :, 0, :, :-2], expected.weights[:, :, 0], rtol=0, atol=1e-9)
+
+
+def test_fits_that_stop_early_are_named() -> None:
+    features, labels, train = problem()
+    with pytest.warns(
+        ConvergenceWarning, match=r"of 54 logistic fits stopped above.* site \d, label set \d, fold \d, C="
+    ):
+        fits = fit(features, labels, train, max_steps=1)
+    assert not fits.converged.all()
+    assert torch.equal(fits.converged, fits.gradient <= 1e-12)
+
+
+def spoiled(name):
+    features, labels, train = problem()
+    changes = {
+        "nan": lambda: features[1, 7].__setitem__(3, torch.nan),
+        "huge": lambda: features[1, 7].__setitem__(3, 1e200),
+        "one class": lambda: labels[1].__setitem__(train[2], True),
+        "few rows": lambda: train[1].__setitem__(slice(2, None), False),
+    }
+    changes[name]()
+    return features, labels, train
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nan", "NaN, inf or numbers past 1e\\+100, first at site 1, row 7, feature 3; drop the row"),
+        ("huge", "first at site 1, row 7, feature 3"),
+        ("one class", "fold 2 trains label set 1 on rows of one class only \\(1\\); use stratified folds"),
+        ("few rows", "fold 1 trains on 1 rows; a fit needs at least 2"),
+    ],
+)
+def test_features_labels_and_folds_no_fit_can_come_from(name, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(*spoiled(name))
+
+
+def test_decision_wants_the_same_sites() -> None:
+    features, labels, train = problem()
+    fits = fit(features, labels, train)
+    with pytest.raises(
+        ValueError, match=re.escape("features are [2, 150, 12]; these fits hold 3 sites of 12 features")
+    ):
+        fits.decision(features[:2])
