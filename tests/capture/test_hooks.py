@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
+from microtome.capture import hooks
 from microtome.capture.anatomy import Anatomy, Point, Tap
 from microtome.capture.attention_seam import seam_configs
 from microtome.capture.hooks import attach, detach
@@ -191,6 +192,17 @@ def test_threads_do_not_see_each_others_taps(tappable, forward):
     assert torch.equal(forward(model), bare)
 
 
+def test_a_hook_that_another_thread_is_just_setting_is_inert(tappable, forward):
+    # torch stores a hook before it notes that it wants keyword arguments; a forward in between calls it without.
+    model, anatomy = tappable("llama")
+    bare = forward(model)
+    model.model.layers[1].register_forward_hook(hooks._after)
+    model.model.layers[1].register_forward_pre_hook(hooks._before)
+    assert torch.equal(forward(model), bare)
+    with taps(model, ["resid_post.0"], anatomy=anatomy):
+        assert torch.equal(forward(model), bare)
+
+
 def test_asyncio_tasks_do_not_see_each_others_taps(tappable, forward):
     model, anatomy = tappable("gpt2")
     bare = forward(model)
@@ -354,6 +366,27 @@ def test_a_call_in_another_form_than_the_anatomy_knows_is_an_error():
             taps(model, ["resid_post.0"], anatomy=one_tap("block", "in", slot)),
         ):
             model(x)
+
+
+class Careless(nn.Module):
+    """Swallows every exception of its block."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, x):
+        try:
+            return self.block(x)
+        except Exception:
+            return x
+
+
+def test_a_stop_is_not_swallowed_by_model_code():
+    model = Careless()
+    with taps(model, ["resid_post.0"], anatomy=one_tap("block", "out", None), stop=True):
+        model(torch.randn(2, 3, 4))
+        pytest.fail("the block ends with the forward")
 
 
 class Looped(nn.Module):

@@ -108,6 +108,7 @@ def test_what_is_kept_has_memory_of_its_own_and_no_more(select):
     kept = own_copy(selected(value, select, AT.site), value)
     value.zero_()
     assert torch.equal(kept, expected)
+    assert kept.is_contiguous()
     assert kept.untyped_storage().nbytes() == expected.numel() * 4
 
 

@@ -18,6 +18,7 @@ from microtome.capture.taps import taps
         (["blocks.1.attn.hook_z", ("z", 2, 3)], ["z.1", "z.2.3"]),
         (Site("z", 1, 2), ["z.1.2"]),
         (Read("embed"), ["embed"]),
+        ((Read("embed"), "z.1"), ["embed", "z.1"]),
         ([Read("pattern", queries=[-1]), "final_norm"], ["pattern.0", "pattern.1", "pattern.2", "final_norm"]),
         ([], []),
     ],

@@ -297,6 +297,16 @@ def test_what_a_head_writes_is_edited_before_what_attention_writes_is_seen(tappa
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_outer_read_of_what_attention_writes_sees_an_inner_edit_of_a_head(tappable, forward, kind):
+    # For BERT both are the projection's output, so that only their order on it decides.
+    model, anatomy = tappable(kind)
+    clean, delta = read(model, anatomy, ["attn_out.1"], forward)["attn_out.1"], noise(32)
+    with taps(model, ["attn_out.1"], anatomy=anatomy) as outer:
+        read(model, anatomy, [], forward, {"head_out.1.2": lambda value: delta})
+    torch.testing.assert_close(outer["attn_out.1"], clean + delta, rtol=0, atol=1e-5)
+
+
 # ---- generate
 
 
@@ -412,6 +422,7 @@ def test_clear_forgets_and_the_tape_goes_on(tappable, forward):
         forward(model)
         tape.clear()
         assert tape.all("resid_post.1") == []
+        assert tape.firings == {Site("resid_post", 1): 0}
         forward(model)
         assert tape["resid_post.1"].shape == (2, 9, 32)
 
@@ -444,6 +455,22 @@ def test_stop_leaves_hidden_state_capture_of_transformers_whole(tappable, inputs
     assert len(before) == len(after) == 4
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert model(**inputs).hidden_states is None
+
+
+def test_stop_waits_for_edits_too(tappable, forward):
+    model, anatomy = tappable("llama")
+    with taps(model, ["resid_post.0"], {"resid_post.2": zeros}, anatomy=anatomy, stop=True) as tape:
+        forward(model)
+    assert set(tape.firings.values()) == {1}
+
+
+def test_an_outer_stop_ends_what_is_inside_as_well(tappable, forward):
+    model, anatomy = tappable("llama")
+    with taps(model, ["resid_post.0"], anatomy=anatomy, stop=True) as outer:
+        with taps(model, ["embed"], anatomy=anatomy) as inner:
+            forward(model)
+        pytest.fail("the outer block ends with the forward")
+    assert len(outer.all("resid_post.0")) == len(inner.all("embed")) == 1
 
 
 def test_an_inner_stop_leaves_outer_taps_active(tappable, forward):
