@@ -93,7 +93,7 @@ def compare(name: str, sites: torch.Tensor, bench: Bench, bar: float, pairs: int
         f"probe sweep: {len(sites)} {name} x {FOLDS} folds x {len(strengths)} strengths, times faster",
         median(ratios),
         f">= {bar:g}",
-        median(ratios) >= bar,
+        bool(median(ratios) >= bar),
         f"LogisticRegression (lbfgs, defaults, float32, scaled once per fold), joblib on {cpu_count()} cores",
         f"n={n_rows} rows, width {width}, C {strengths[0]:.1e} to {strengths[-1]:.1e}; pairs "
         f"{[round(r, 2) for r in ratios]}; seconds ours, theirs {[(round(a, 2), round(b, 2)) for a, b in seconds]}; "
@@ -131,9 +131,9 @@ def agreement(bench: Bench) -> None:
                 fits_compared += 1
     record(
         "probe sweep: largest gap of a coefficient or intercept to newton-cholesky, over 1e-4",
-        gap / 1e-4,
+        float(gap / 1e-4),
         "<= 1",
-        gap <= 1e-4,
+        bool(gap <= 1e-4),
         "LogisticRegression(solver='newton-cholesky', tol=1e-10) on float64 standardised features",
         f"gap {gap:.1e}; {fits_compared} fits: every 10th head and 6th layer, first fold, all strengths; tolerance {TOLERANCE:g}",  # noqa: E501
     )

@@ -1,13 +1,10 @@
-"""Rows of some sites as the solver wants them: standardised inside each training fold, in a shared, well-conditioned basis.
+"""Rows of some sites as the solver wants them: standardised inside each training fold, in a basis all folds share.
 
 Fold f standardises with the mean and deviation of its own training rows, x̂ = (x - μ_f)/σ_f. All folds of a site share one
 matrix of rows y = (x - c)/u all the same: with v = ŵ u/σ_f the score is y·v + β (the free intercept absorbs the shift), and
 the penalty ½‖ŵ‖² becomes ½ Σ_j (σ_fj/u_j)² v_j². So all folds, strengths and label sets of a site share their products.
 c and u come, per feature, from the fold with the smallest deviation: an outlier among another fold's rows cannot wash out
 the float32 copy that the fold without it works on.
-
-The eigenvectors of yᵀy, the same for every strength, fold and label set, nearly diagonalise each Hessian
-ridge + C yᵀ diag(s p(1-p)) y; the solver preconditions with them. They steer the iterations; nothing fitted depends on them.
 """
 
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 BLOCK = 64  # features worked on at a time: float64 rows of more fall out of the cache
+FAR = 1e12  # deviations: float32 squares must not overflow; what another fold's outlier leaves there is below rounding
 PAD = 8  # columns in whole vectors: products of width 65 run at half the speed of width 72
 
 
@@ -25,19 +23,16 @@ class FoldBasis:
     """Some sites' rows and what each fold's standardisation means for them. Width: features, then 1, then zeros."""
 
     double: Float[Tensor, "site width example"]  # float64: (x - centre)/unit, then ones, then zero padding
-    single: Float[Tensor, "site width example"]  # the same in float32
-    size: Float[Tensor, "site example"]  # squared norm of each row, float32
+    single: Float[Tensor, "site width example"]  # the same in float32, within ±1e12
     mean: Float[Tensor, "site fold d_model"]  # of the training rows, activation units
     deviation: Float[Tensor, "site fold d_model"]  # of the training rows, activation units; 0 for a constant feature
     centre: Float[Tensor, "site d_model"]  # activation units
     unit: Float[Tensor, "site d_model"]  # activation units, > 0
     ridge: Float[Tensor, "site fold width"]  # penalty on v², 0 for the intercept
-    axes: Float[Tensor, "site width axis"]  # float32, orthonormal columns; the last one is the intercept
-    spectrum: Float[Tensor, "site axis"]  # eigenvalues of yᵀy over the number of rows, float32; 1 for the intercept
 
     def of(self, sites: Int[Tensor, " kept"]) -> "FoldBasis":
         """Only these sites, ascending."""
-        if len(sites) == len(self.size):
+        if len(sites) == len(self.single):
             return self
         return FoldBasis(*(getattr(self, name)[sites] for name in self.__dataclass_fields__))
 
@@ -71,9 +66,20 @@ def fold_moments(
 
 
 def fold_basis(
-    features: Float[Tensor, "site example d_model"], train: Bool[Tensor, "fold example"], *, standardize: bool = True
+    features: Float[Tensor, "site example d_model"],
+    train: Bool[Tensor, "fold example"],
+    *,
+    standardize: bool = True,
+    weighted: Bool[Tensor, "fold example"] | None = None,
 ) -> FoldBasis:
-    """Shared rows and per-fold penalties; `standardize=False` leaves the penalty on the weights of the raw features."""
+    """Shared rows and per-fold penalties.
+
+    Args:
+        features: activation units.
+        train: the rows whose mean and deviation standardise a fold.
+        standardize: False leaves the penalty on the weights of the raw features.
+        weighted: the training rows that count in the loss; only they say where float32 needs its digits.
+    """
     n_sites, n_rows, width = features.shape
     padded = -(-(width + 1) // PAD) * PAD
     double = features.new_empty(n_sites, padded, n_rows, dtype=torch.float64)
@@ -81,25 +87,21 @@ def fold_basis(
     columns.copy_(features.mT)
     mean, deviation = fold_moments(columns, train)
     scale = deviation if standardize else torch.ones_like(deviation)
-    narrowest = deviation.masked_fill(deviation == 0, torch.inf).argmin(1, keepdim=True)
-    centre = mean.gather(1, narrowest)[:, 0]
-    unit = scale.gather(1, narrowest)[:, 0]
+    middle, spread = (mean, deviation) if weighted is None else fold_moments(columns, weighted)
+    narrowest = spread.masked_fill(spread == 0, torch.inf).argmin(1, keepdim=True)
+    centre = middle.gather(1, narrowest)[:, 0]
+    unit = (spread if standardize else scale).gather(1, narrowest)[:, 0]
     unit = torch.where(unit > 0, unit, 1.0)
 
     is_alive = (deviation > 0).any(1)
     columns.sub_(centre[..., None]).mul_((is_alive / unit)[..., None])
     double[:, width] = 1.0
     double[:, width + 1 :] = 0.0
-    single = double.float()
+    single = double.float().clamp_(-FAR, FAR)
 
     # a feature constant in a fold only shifts the free intercept there, so any penalty brings its weight to 0
     ridge = double.new_ones(n_sites, len(train), padded)
-    ridge[..., :width] = torch.where(deviation > 0, (scale / unit[:, None]) ** 2, 1.0)
+    ridge[..., :width] = torch.where(deviation > 0, (scale / unit[:, None]).clamp(max=FAR) ** 2, 1.0)
     ridge[..., width] = 0.0
 
-    spectrum, vectors = torch.linalg.eigh(single[:, :width] @ single[:, :width].mT / n_rows)
-    axes = single.new_zeros(n_sites, padded, width + 1)
-    axes[:, :width, :width] = vectors
-    axes[:, width, width] = 1.0
-    spectrum = torch.cat([spectrum.clamp(min=0), spectrum.new_ones(n_sites, 1)], 1)
-    return FoldBasis(double, single, single.square().sum(1), mean, deviation, centre, unit, ridge, axes, spectrum)
+    return FoldBasis(double, single, mean, deviation, centre, unit, ridge)

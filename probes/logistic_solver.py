@@ -27,8 +27,11 @@ from torch import Tensor
 from microtome.probes.fold_basis import fold_basis, fold_moments
 from microtome.probes.logistic_fits import LogisticFits
 from microtome.probes.newton_cg import APPROACH, Tasks, approach, refine
+from microtome.probes.preconditioner import principal_axes
+from microtome.probes.site_threads import side_by_side
 
 WIDE = 2.0  # features per training row from which folds are rotated first
+LARGE = 2**24  # numbers in a site's features from which its products are worth several threads
 LARGEST = 1e100  # squares of features must not overflow
 
 
@@ -37,13 +40,14 @@ class ConvergenceWarning(UserWarning):
 
 
 def default_strengths(width: int, count: int = 9) -> list[float]:
-    """C from 0.01 to 100, evenly in the logarithm, divided by the number of features.
+    """C from 10^-2.5 to 10^1.5, evenly in the logarithm, divided by the number of features.
 
-    A weight's prior variance is C, so log odds of standardised features have prior variance C d: 0.01 holds every
-    probability near one half, 100 leaves them free. Measured on SmolLM2-135M, sentiment, 600 and 2000 rows: inner log-loss
-    chose C d between 0.03 and 10 at 14 heads of width 64 and 6 layers of width 576 alike, whatever the rows.
+    C is a weight's prior variance, so the log odds of standardised features have prior variance C d: at the lower end
+    every probability is held near one half, at the upper end next to nothing is. On SmolLM2-135M, sentiment, 600 and
+    2000 rows, inner log-loss chose C d from 0.03 (a head that knows nothing) to 10, mostly 1 to 3, at 14 heads of width
+    64 and 6 layers of width 576 alike.
     """
-    return [float(value) / width for value in np.logspace(-2, 2, count)]
+    return [float(value) / width for value in np.logspace(-2.5, 1.5, count)]
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,12 @@ class _Request:
 
 def fit_logistic(
     features: Float[Tensor, "site example d_model"] | Float[Tensor, "example d_model"],
-    labels: Bool[Tensor, "*label_set example"] | Int[Tensor, "*label_set example"],
-    train: Bool[Tensor, "*fold example"],
+    labels: Bool[Tensor, "*label_set _"] | Int[Tensor, "*label_set _"],
+    train: Bool[Tensor, "*fold _"],
     strengths: Sequence[float] | Float[Tensor, " strength"],
     *,
     standardize: bool = True,
-    sample_weight: Float[Tensor, "*label_set example"] | None = None,
+    sample_weight: Float[Tensor, "*weighting _"] | None = None,
     class_weight: Literal["balanced"] | None = None,
     tolerance: float = 1e-8,
     max_steps: int = 100,
@@ -118,7 +122,14 @@ def fit_logistic(
     )
     fits_per_site = weight[..., 0].numel() * len(strengths)
     together = max(1, memory_bytes // (int(used.sum()) * (4 * features.shape[2] + 20 * fits_per_site)))
-    parts = [_fit_sites(sites if bool(used.all()) else sites[:, used], request) for sites in features.split(together)]
+    blocks = features.split(together)
+    used = slice(None) if bool(used.all()) else used
+
+    def fit(block: Tensor) -> tuple[Tensor, ...]:
+        return _fit_sites(block[:, used], request)
+
+    is_small = features.device.type == "cpu" and features[0].numel() < LARGE
+    parts = side_by_side(fit, blocks) if is_small else [fit(block) for block in blocks]
     weights, intercepts, mean, scale, gradient, margin, passes = (torch.cat(part) for part in zip(*parts, strict=True))
     fits = LogisticFits(
         weights=weights,
@@ -140,7 +151,10 @@ def _fit_sites(features: Float[Tensor, "site example d_model"], request: _Reques
     width = features.shape[2]
     if width > WIDE * request.train.sum(1).min():
         return _fit_rotated(features, request)
-    basis = fold_basis(features, request.train, standardize=request.standardize)
+    counts = (request.weight > 0).any(0)
+    weighted = None if torch.equal(counts, request.train) else counts
+    basis = fold_basis(features, request.train, standardize=request.standardize, weighted=weighted)
+    axes = principal_axes(basis)
     scale = basis.deviation if request.standardize else torch.ones_like(basis.deviation)
     order = request.strengths.argsort()
     n_labels, n_folds, n_rows = request.weight.shape
@@ -158,10 +172,11 @@ def _fit_sites(features: Float[Tensor, "site example d_model"], request: _Reques
         )
         # the products each stage may spend cost about as much as factoring the Hessians instead
         start, passes = approach(
-            basis, tasks, tolerance=max(APPROACH, 0.5 * request.tolerance), max_passes=max(100, width)
+            basis.single, axes, tasks, tolerance=max(APPROACH, request.tolerance / 2), max_passes=max(100, width)
         )
         solution = refine(
             basis,
+            axes,
             tasks,
             start,
             passes,

@@ -1,9 +1,10 @@
 """Newton's method with conjugate gradients for many penalised logistic regressions, side by side.
 
-Each fit minimises J(v) = ½ Σ_j ridge_j v_j² + C Σ_i s_i [softplus(z_i) - y_i z_i], z_i = v·row_i. Two stages:
+Each fit minimises J(v) = ½ Σ_j ridge_j v_j² + C Σ_i s_i [softplus(z_i) - y_i z_i], z_i = v·row_i. Gradients are measured by
+the fold's own standardised features, entries of ∇J over √ridge_j. Two stages:
 
-`approach`: nonlinear conjugate gradients (Hager & Zhang 2005, eq. 1.3) in float32, preconditioned along the axes of
-`fold_basis`. The step is Newton's along the direction, which needs no further product; an overshoot is cut by the secant.
+`approach`: nonlinear conjugate gradients (Hager & Zhang 2005, eq. 1.3) in float32, preconditioned as `preconditioner`
+says. The step is Newton's along the direction, which needs no further product; an overshoot is cut by the secant.
 `refine`: inexact damped Newton (Nocedal & Wright, Numerical Optimization, alg. 7.1) on float64 gradients. The Newton
 equation is solved by conjugate gradients on float32 Hessian products, as iterative refinement does. A step is kept when it
 lowers the preconditioned gradient norm, else halved. Fits on which conjugate gradients run out of iterations (nearly
@@ -23,8 +24,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from microtome.probes.fold_basis import FoldBasis
+from microtome.probes.preconditioner import Axes, Preconditioner, passes_of_refreshing, refreshed, uniform
 
-APPROACH = 1e-6  # where float32 hands over: its gradients are good to about 1e-7 of C Σs
+MAX_CUTS = 20  # of a step that overshoots
+APPROACH = 5e-7  # where float32 hands over: its gradients are good to about 1e-7 of C Σs
 
 
 @dataclass(frozen=True)
@@ -59,43 +62,52 @@ class Solution:
 
 
 def approach(
-    basis: FoldBasis, tasks: Tasks, *, tolerance: float, max_passes: int
+    rows: Float[Tensor, "site width example"], axes: Axes, tasks: Tasks, *, tolerance: float, max_passes: int
 ) -> tuple[Float[Tensor, "site strength task width"], Int[Tensor, "site strength task"]]:
     """float32 points whose largest gradient entry is about `tolerance` times C Σs, and the passes each took."""
     tasks = tasks.to(torch.float32)
     grid = (len(tasks.ridge), len(tasks.strength), len(tasks.weight))
-    found = basis.single.new_zeros(*grid, basis.single.shape[1])
+    found = rows.new_zeros(*grid, rows.shape[1])
     passes = torch.zeros(grid, dtype=torch.long, device=found.device)
     here = (torch.arange(grid[0], device=found.device), slice(0, None))  # what of the grid is still in the block
 
     point = torch.zeros_like(found)
-    score = found.new_zeros(*grid, basis.single.shape[2])
-    slope, curvature = _gradient(basis.single, tasks, point, score)
-    damping = _damping(basis, tasks, curvature)
-    lowered = _lower(basis, damping, slope)
+    score = found.new_zeros(*grid, rows.shape[2])
+    slope, curvature = _gradient(rows, tasks, point, score)
+    lower = uniform(axes, weight=tasks.weight, ridge=tasks.ridge, strength=tasks.strength)
+    next_refresh = 2 * passes_of_refreshing(lower, grid[2])
+    lowered = lower(slope)
     direction = -lowered
     is_open = torch.ones_like(passes, dtype=torch.bool)
-    for _ in range(max_passes):
-        change = _times(direction, basis.single)
+    for number in range(max_passes):
+        if number >= next_refresh:
+            lower = refreshed(lower, rows, strength=tasks.strength, curvature=curvature)
+            next_refresh *= 2
+        change = _times(direction, rows)
         descent = _dot(slope, direction)
         bend = _dot(tasks.ridge * direction, direction) + tasks.strength[..., 0] * _dot(curvature * change, change)
         step = torch.where(is_open & (bend > 0), -descent / bend, 0.0)[..., None]
         point.addcmul_(direction, step)
         score.addcmul_(change, step)
-        new_slope, curvature = _gradient(basis.single, tasks, point, score)
+        new_slope, curvature = _gradient(rows, tasks, point, score)
         rise = _dot(new_slope, direction)
         passes[here] += is_open
-        while bool((has_overshot := is_open & (rise > -0.5 * descent)).any()):
+        for _ in range(MAX_CUTS):
+            has_overshot = is_open & (rise > -0.5 * descent)
+            if not has_overshot.any():
+                break
             # J is convex along the direction: the root of the secant lies before the overshoot
             cut = torch.where(has_overshot, rise / (descent - rise), 0.0)[..., None] * step
             step = step + cut
             point.addcmul_(direction, cut)
             score.addcmul_(change, cut)
-            new_slope, curvature = _gradient(basis.single, tasks, point, score)
+            new_slope, curvature = _gradient(rows, tasks, point, score)
             rise = _dot(new_slope, direction)
             passes[here] += has_overshot
+        else:
+            is_open &= ~has_overshot  # float32 cannot tell downhill from uphill here: left to `refine`
 
-        new_lowered = _lower(basis, damping, new_slope)
+        new_lowered = lower(new_slope)
         turn = new_slope - slope
         along = _dot(direction, turn)
         beta = _dot(turn, new_lowered) - 2 * _dot(turn, new_lowered - lowered) * rise / along
@@ -103,15 +115,15 @@ def approach(
         direction = torch.addcmul(-new_lowered, beta, direction)
         slope, lowered = new_slope, new_lowered
 
-        is_open &= slope.abs().amax(-1) > tolerance * tasks.unit()
+        is_open &= (slope * lower.scale).abs_().amax(-1) > tolerance * tasks.unit()
         keep = _open_block(is_open)
         if keep is not None:
             found[here] = point
             here = _within(here, keep)
             if len(here[0]) == 0:
                 return found, passes
-            basis, tasks = basis.of(keep[0]), tasks.kept(*keep)
-            point, score, curvature, damping = point[keep], score[keep], curvature[keep], damping[keep]
+            rows, tasks, lower = rows[keep[0]], tasks.kept(*keep), lower.kept(*keep)
+            point, score, curvature = point[keep], score[keep], curvature[keep]
             slope, lowered, direction, is_open = slope[keep], lowered[keep], direction[keep], is_open[keep]
     found[here] = point
     return found, passes
@@ -119,6 +131,7 @@ def approach(
 
 def refine(
     basis: FoldBasis,
+    axes: Axes,
     tasks: Tasks,
     start: Float[Tensor, "site strength task width"],
     passes: Int[Tensor, "site strength task"],
@@ -129,23 +142,23 @@ def refine(
 ) -> Solution:
     """Newton steps from `start` until no float64 gradient entry exceeds `tolerance` C Σs, or `max_steps` are spent."""
     passes = passes.clone()
-    found = start.double()
+    found = torch.where(start.isfinite().all(-1, keepdim=True), start, 0.0).double()
     gradient = found.new_full(found.shape[:3], torch.inf)
     margin = torch.full_like(gradient, -torch.inf)
     here = (torch.arange(len(found), device=found.device), slice(0, None))
     single = tasks.to(torch.float32)
-    base, step, damping = found, torch.zeros_like(found), None
+    lower = uniform(axes, weight=single.weight, ridge=single.ridge, strength=single.strength)
+    base, step = found, torch.zeros_like(found)
     length, base_norm = torch.ones_like(gradient), torch.full_like(gradient, torch.inf)
     is_hard = torch.zeros_like(gradient, dtype=torch.bool)
-    for _ in range(max_steps):
+    for number in range(max_steps):
         point = torch.addcmul(base, length[..., None], step)
         score = _times(point, basis.double)
         slope, curvature = _gradient(basis.double, tasks, point, score)
         passes[here] += length > 0
-        largest = slope.abs().amax(-1) / tasks.unit()
+        largest = (slope * lower.scale).abs_().amax(-1) / tasks.unit()
         slope = slope.float()
-        damping = _damping(basis, single, curvature.float()) if damping is None else damping
-        norm = _dot(slope, _lower(basis, damping, slope)).double().sqrt()
+        norm = _dot(slope, lower(slope)).double().sqrt()
         is_done = largest <= tolerance
         is_kept = is_done | (norm <= (1 - 1e-4 * length) * base_norm)
         base = torch.where(is_kept[..., None], point, base)
@@ -163,17 +176,20 @@ def refine(
             here = _within(here, keep)
             if len(here[0]) == 0:
                 break
-            basis, tasks, single, damping = basis.of(keep[0]), tasks.kept(*keep), single.kept(*keep), damping[keep]
+            basis, tasks, single, lower = basis.of(keep[0]), tasks.kept(*keep), single.kept(*keep), lower.kept(*keep)
             base, base_norm, length, is_hard = base[keep], base_norm[keep], length[keep], is_hard[keep]
             slope, curvature, step, largest = slope[keep], curvature[keep], step[keep], largest[keep]
             is_kept, is_open = is_kept[keep], is_open[keep]
+        if number == 0:
+            lower = refreshed(lower, basis.single, strength=single.strength, curvature=curvature.float())
+            base_norm = _dot(slope, lower(slope)).double().sqrt()
 
         # the next gradient should land at a fifth of the tolerance; float32 products cannot gain more than 1e-4 at once
         accuracy = (0.2 * tolerance / largest).clamp(1e-4, 0.1).float()
         is_easy = is_kept & is_open & ~is_hard
         right = torch.where(is_easy[..., None], -slope, 0.0)
         newton, spent, is_late = _conjugate_gradients(
-            basis, single, damping, curvature.float(), right, accuracy, max_passes
+            basis.single, single, lower, curvature.float(), right, accuracy, max_passes
         )
         step = torch.where(is_easy[..., None], newton, step)
         passes[here] += spent
@@ -198,9 +214,9 @@ def _gradient(rows: Tensor, tasks: Tasks, point: Tensor, score: Tensor) -> tuple
 
 
 def _conjugate_gradients(
-    basis: FoldBasis,
+    rows: Tensor,
     tasks: Tasks,
-    damping: Tensor,
+    lower: Preconditioner,
     curvature: Tensor,
     right: Tensor,
     accuracy: Tensor,
@@ -212,18 +228,18 @@ def _conjugate_gradients(
     is_late = torch.zeros_like(spent, dtype=torch.bool)
     here = (torch.arange(len(right), device=right.device), slice(0, None))
     x, residual = torch.zeros_like(right), right
-    direction = _lower(basis, damping, residual)
+    direction = lower(residual)
     size = _dot(residual, direction)
     enough = accuracy**2 * size
     is_open = size > enough
     for _ in range(max_passes):
-        pull = _times(_times(direction, basis.single).mul_(curvature), basis.single.mT)
+        pull = _times(_times(direction, rows).mul_(curvature), rows.mT)
         image = torch.addcmul(tasks.ridge * direction, tasks.strength, pull)
         step = torch.where(is_open, size / _dot(direction, image), 0.0)[..., None]
         x = torch.addcmul(x, step, direction)
         residual = torch.addcmul(residual, step, image, value=-1)
         spent[here] += is_open
-        lowered = _lower(basis, damping, residual)
+        lowered = lower(residual)
         new_size = _dot(residual, lowered)
         direction = torch.addcmul(lowered, torch.where(is_open, new_size / size, 0.0)[..., None], direction)
         size = new_size
@@ -236,7 +252,7 @@ def _conjugate_gradients(
             here = _within(here, keep)
             if len(here[0]) == 0:
                 return answer.double(), spent, is_late
-            basis, tasks, damping = basis.of(keep[0]), tasks.kept(*keep), damping[keep]
+            rows, tasks, lower = rows[keep[0]], tasks.kept(*keep), lower.kept(*keep)
             curvature, enough, is_open, size = curvature[keep], enough[keep], is_open[keep], size[keep]
             x, residual, direction = x[keep], residual[keep], direction[keep]
     answer[here] = x
@@ -254,22 +270,14 @@ def _newton_direction(rows: Tensor, ridge: Tensor, curvature: Tensor, slope: Ten
     return -torch.cholesky_solve(slope[:, None], torch.linalg.cholesky(hessian))[:, 0]
 
 
-def _damping(basis: FoldBasis, tasks: Tasks, curvature: Tensor) -> Float[Tensor, "site strength task axis"]:
-    """The preconditioner: inverse curvature along each axis, were the sum of s p(1-p) spread over the rows as s is."""
-    share = (curvature @ basis.size[:, None, :, None])[..., 0] / (basis.size @ tasks.weight.T)[:, None]
-    bound = (tasks.unit() * share)[..., None] * basis.spectrum[:, None, None]
-    bound[..., :-1] += 1
-    return bound.reciprocal_()
-
-
-def _lower(basis: FoldBasis, damping: Tensor, slope: Tensor) -> Tensor:
-    """The preconditioner applied."""
-    return _times(_times(slope, basis.axes).mul_(damping), basis.axes.mT)
-
-
 def _open_block(is_open: Tensor) -> tuple[Tensor, slice] | None:
-    """Sites with open fits, and strengths from the first that has one; None if that is the whole block."""
+    """Sites with open fits, and strengths from the first that has one; None if that is the whole block.
+
+    Rows are copied when sites leave, so they leave once half of them are done.
+    """
     sites = is_open.any(-1).any(-1).nonzero()[:, 0]
+    if len(sites) > len(is_open) / 2:
+        sites = torch.arange(len(is_open), device=is_open.device)
     first = int((~is_open.any(-1).any(0)).long().cumprod(0).sum())
     if first == 0 and len(sites) == len(is_open):
         return None

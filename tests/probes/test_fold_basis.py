@@ -66,9 +66,8 @@ def test_an_outlier_leaves_the_float32_rows_of_other_folds_their_digits(rows, tr
     assert (clean.std(1) > 0.5).all()
 
 
-def test_axes_diagonalise_the_second_moments(rows, train) -> None:
+def test_squares_of_float32_rows_do_not_overflow(rows, train) -> None:
+    rows[:, 0] = 1e90
     basis = fold_basis(rows, train)
-    axes = basis.axes.double()
-    torch.testing.assert_close(axes.mT @ axes, torch.eye(71, dtype=torch.float64).expand(2, -1, -1), rtol=0, atol=1e-5)
-    inner = axes[:, :70, :70].mT @ (basis.double[:, :70] @ basis.double[:, :70].mT / 90) @ axes[:, :70, :70]
-    torch.testing.assert_close(inner, torch.diag_embed(basis.spectrum[:, :70].double()), rtol=1e-4, atol=1e-4)
+    assert basis.single.square().isfinite().all()
+    assert basis.ridge.float().isfinite().all()

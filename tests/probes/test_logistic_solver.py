@@ -84,6 +84,7 @@ IDENTITIES = {
             torch.cat([t, torch.zeros_like(t[:, :5])], 1),
         )
     ),
+    "every weight 1": lambda x, y, t: plain(fit(x, y, t, sample_weight=torch.ones(x.shape[1], dtype=torch.float64))),
     "features rotated into the span of the rows": lambda x, y, t: plain(with_rotated_rows(x, y, t)),
 }
 
@@ -96,6 +97,20 @@ def test_identity(identity) -> None:
     weights, intercepts = IDENTITIES[identity](features, labels, train)
     torch.testing.assert_close(weights, expected.weights, rtol=0, atol=1e-10)
     torch.testing.assert_close(intercepts, expected.intercepts, rtol=0, atol=1e-10)
+
+
+def test_rows_of_weight_0_count_as_left_out() -> None:
+    features, labels, train = problem()
+    features = features / features.std((0, 1))
+    features[:, ::5] *= 1e6
+    kept = torch.arange(150) % 5 != 0
+    weighted = fit(features, labels, train, sample_weight=kept.double(), standardize=False)
+    left_out = fit(features, labels, train & kept, standardize=False)
+    assert weighted.converged.all()
+    torch.testing.assert_close(weighted.raw_weights, left_out.raw_weights, rtol=0, atol=1e-9)
+    torch.testing.assert_close(weighted.raw_intercepts, left_out.raw_intercepts, rtol=1e-9, atol=1e-9)
+    # the moments are those of all training rows, as with scikit-learn's StandardScaler without weights
+    assert fit(features, labels, train, sample_weight=kept.double()).converged.all()
 
 
 @pytest.mark.parametrize("standardize", [True, False])
@@ -145,6 +160,58 @@ def test_agrees_with_newton_cholesky(rows, width, strengths, atol, weighting) ->
         np.testing.assert_allclose(fits.weights[at], other.coef_[0], atol=atol)
         np.testing.assert_allclose(fits.intercepts[at], other.intercept_[0], atol=atol)
         np.testing.assert_allclose(scores[at], other.decision_function((x - mean) / scale), atol=100 * atol)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("strength", [1.0, 1e4, 1e6])
+def test_separable_rows_converge_and_are_flagged(strength) -> None:
+    features, labels, train = problem()
+    features[..., 0] += 100 * features[..., 0].std() * labels[0]
+    fits = fit(features, labels, train, [strength], tolerance=1e-8)
+    assert fits.converged.all()
+    assert fits.separated[:, 0].all()
+    assert not fits.separated[:, 1].any()
+    wide, labels, train = problem(60, 150, sites=1)
+    fits = fit(wide, labels, train, [strength], tolerance=1e-8)
+    assert fits.converged.all()
+    assert fits.separated.all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("far", [1e6, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_far_out_in_every_feature_converges_and_spoils_only_folds_that_train_on_it(far, dtype) -> None:
+    features, labels, train = problem()
+    features = (features / features.std((0, 1))).to(dtype)
+    together, alone = fit(features, labels, train), fit(features, labels, train[:1])
+    features[:, 0] = far  # a test row of the first fold only
+    spoiled = fit(features, labels, train, tolerance=1e-9)
+    assert spoiled.converged.all()
+    assert torch.equal(spoiled.mean[:, 0], together.mean[:, 0])
+    assert torch.equal(spoiled.scale[:, 0], together.scale[:, 0])
+    # ‖w - w*‖ ≤ ‖∇J‖ ≤ 1e-9 C Σs √d
+    torch.testing.assert_close(spoiled.weights[:, :, 0], together.weights[:, :, 0], rtol=0, atol=1e-6)
+    assert not torch.equal(spoiled.mean[:, 1:], together.mean[:, 1:])
+    spoiled = fit(features, labels, train[:1])
+    assert torch.equal(spoiled.weights, alone.weights)
+    assert torch.equal(spoiled.intercepts, alone.intercepts)
+
+
+@pytest.mark.filterwarnings("ignore::microtome.probes.logistic_solver.ConvergenceWarning")
+def test_a_row_no_arithmetic_can_hold_beside_the_others_ends_and_spares_folds_without_it() -> None:
+    features, labels, train = problem()
+    features[:, 0] = 1e30
+    fits = fit(features, labels, train, tolerance=1e-8)
+    assert fits.weights.isfinite().all()
+    assert fits.converged[:, :, 0].all()
+
+
+def test_default_strengths_are_even_in_the_logarithm_and_shrink_with_width() -> None:
+    strengths = np.array(logistic_solver.default_strengths(64))
+    assert len(strengths) == 9
+    np.testing.assert_allclose(strengths[[0, -1]] * 64, [10**-2.5, 10**1.5])
+    np.testing.assert_allclose(np.diff(np.log10(strengths)), 0.5)
+    np.testing.assert_allclose(np.array(logistic_solver.default_strengths(128)) * 2, strengths)
 
 
 def test_rows_that_overlap_are_not_flagged_as_separable() -> None:
@@ -222,6 +289,28 @@ def spoiled(name):
 def test_features_labels_and_folds_no_fit_can_come_from(name, message) -> None:
     with pytest.raises(ValueError, match=message):
         fit(*spoiled(name))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": torch.ones(2, 149, dtype=torch.bool)}, "labels covers 149 rows, features have 150"),
+        ({"train": torch.ones(3, 151, dtype=torch.bool)}, "train covers 151 rows, features have 150"),
+        ({"sample_weight": torch.ones(149)}, "sample_weight covers 149 rows, features have 150"),
+        ({"sample_weight": torch.ones(3, 150)}, "sample_weight has 3 rows for 2 label sets; give one for all"),
+        ({"sample_weight": -torch.ones(150)}, "sample_weight must be finite and not negative; leave rows out"),
+        ({"sample_weight": torch.full((150,), torch.inf)}, "sample_weight must be finite and not negative"),
+        ({"labels": torch.full((2, 150), 2)}, "labels must be 0 or 1, got \\[2\\]; with more classes"),
+        ({"strengths": [1.0, 0.0]}, "strengths are C, finite and above 0; got \\[1.0, 0.0\\]"),
+        ({"strengths": [torch.inf]}, "strengths are C, finite and above 0; got \\[inf\\]. For nearly no penalty"),
+        ({"strengths": []}, "strengths are C, finite and above 0; got \\[\\]"),
+    ],
+)
+def test_arguments_that_do_not_fit_together(change, message) -> None:
+    features, labels, train = problem()
+    arguments = {"features": features, "labels": labels, "train": train, "strengths": STRENGTHS} | change
+    with pytest.raises(ValueError, match=message):
+        fit_logistic(**arguments)
 
 
 def test_decision_wants_the_same_sites() -> None:
