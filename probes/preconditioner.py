@@ -16,6 +16,7 @@ from microtome.probes.fold_basis import FoldBasis
 
 AXES = 128  # of wider rows only the leading ones: the rest costs more to find and apply than it saves in products
 ROUNDS = 2  # of subspace iteration
+LEAK = 1e-5  # float32 axes are not quite orthonormal; as much of `beside` is left on them, so that nothing turns negative
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Preconditioner:
         scaled = slope * self.scale
         shape = scaled.shape[1:3]
         on_axes = torch.bmm(scaled.flatten(1, 2), self.axes).unflatten(1, shape)
-        on_axes = on_axes @ self.root.mT @ self.root - self.beside * on_axes
+        on_axes = on_axes @ self.root.mT @ self.root - (1 - LEAK) * self.beside * on_axes
         spread = torch.bmm(on_axes.flatten(1, 2), self.axes.mT).unflatten(1, shape)
         return spread.addcmul_(self.beside, scaled).mul_(self.scale)
 
