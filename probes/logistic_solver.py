@@ -122,13 +122,15 @@ def fit_logistic(
     )
     fits_per_site = weight[..., 0].numel() * len(strengths)
     together = max(1, memory_bytes // (int(used.sum()) * (4 * features.shape[2] + 20 * fits_per_site)))
+    is_small = features.device.type == "cpu" and features[0].numel() < LARGE
+    if is_small:
+        together = min(together, -(-len(features) // torch.get_num_threads()))
     blocks = features.split(together)
     used = slice(None) if bool(used.all()) else used
 
     def fit(block: Tensor) -> tuple[Tensor, ...]:
         return _fit_sites(block[:, used], request)
 
-    is_small = features.device.type == "cpu" and features[0].numel() < LARGE
     parts = side_by_side(fit, blocks) if is_small else [fit(block) for block in blocks]
     weights, intercepts, mean, scale, gradient, margin, passes = (torch.cat(part) for part in zip(*parts, strict=True))
     fits = LogisticFits(

@@ -23,11 +23,11 @@ Result = TypeVar("Result")
 def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """`[function(item) for item in items]`, on as many threads as torch is set to use, with torch on one thread in each.
 
-    Where torch is set to one thread (in such a worker, too) it is the plain loop. Raises what the first failing item
+    Where torch is set to one thread (in such a worker, too), or there is one item, it is the plain loop. Raises what the first failing item
     raises, once the items that were started are through.
     """
     n_threads = torch.get_num_threads()
-    if n_threads == 1 or not items:
+    if n_threads == 1 or len(items) < 2:
         return [function(item) for item in items]
     n_workers = min(n_threads, len(items))
     has_started = Barrier(n_workers + 1, timeout=60)

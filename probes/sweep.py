@@ -19,6 +19,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 import pandas as pd
@@ -32,13 +33,15 @@ from microtome.data.provenance import environment
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import ROWS, group_codes
 from microtome.probes.labels import binary_labels
-from microtome.probes.nested_fit import DEFAULT_STRENGTHS, NestedFit, nested_fit
+from microtome.probes.logistic_solver import default_strengths
+from microtome.probes.nested_fit import NestedFit, nested_fits
 from microtome.probes.permutation import RIDGE, best_site_null, group_permutations, ridge_auroc
 from microtome.probes.site_blocks import SiteBlock, as_activations, site_blocks
 from microtome.probes.sweep_result import Sweep
 from microtome.probes.sweep_table import interval_stretch, selected_site, sweep_table
 
 _SHUFFLES_TRIED = 100
+_SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solver
 
 
 def sweep(
@@ -47,7 +50,7 @@ def sweep(
     *,
     groups: str | Sequence | np.ndarray | pd.Series | Tensor,
     sites: Iterable | None = None,
-    strengths: Sequence[float] = DEFAULT_STRENGTHS,
+    strengths: Sequence[float] | None = None,
     folds: int = 5,
     inner_folds: int = 4,
     permutations: int = 999,
@@ -66,7 +69,7 @@ def sweep(
         groups: one key per row, the name of a column, or "rows" to declare that rows are independent. Rows of a group
             are never split. Equal texts or entities in different groups are refused (`merged_groups` joins them).
         sites: names of sites, heads or kinds; every captured site if None.
-        strengths: values of C to choose from, ascending.
+        strengths: values of C to choose from, ascending; `default_strengths` of each site's width if None.
         folds, inner_folds: outer folds that report, inner ones that choose the strength.
         permutations: shuffles for the null of the best site; 0 leaves p_best_site NaN.
         bootstraps: draws of the groups for the intervals.
@@ -83,7 +86,7 @@ def sweep(
     started = time.perf_counter()
     activations = as_activations(activations)
     rows = activations.rows
-    strengths = _ascending(strengths)
+    strengths = None if strengths is None else _ascending(strengths)
     if bootstraps < 1 or permutations < 0:
         raise ValueError(f"bootstraps={bootstraps} and permutations={permutations}; give at least 1 and at least 0.")
     positive, classes = binary_labels(_column(labels, rows, "labels"), n_rows=len(rows))
@@ -122,7 +125,7 @@ def sweep(
     provenance = {
         "settings": {
             "sites": [str(block.probes[0].whole) for block in blocks],
-            "strengths": list(strengths),
+            "strengths": _strengths_used(blocks, strengths),
             "folds": folds,
             "inner_folds": inner_folds,
             "permutations": permutations,
@@ -171,13 +174,22 @@ def sweep(
 def _fit_all(
     blocks: list[SiteBlock], labellings: Tensor, test: Tensor, nested: Tensor, strengths, bar
 ) -> list[NestedFit]:
-    """One nested fit per probe; one probe's rows in memory at a time."""
+    """One nested fit per probe; sites of one width are solved side by side."""
     fits = []
-    for block in blocks:
-        for features in block.features:
-            fits.append(nested_fit(features.contiguous(), labellings, test, nested, strengths))
-            bar.update()
+    for width, same in groupby(blocks, key=lambda block: block.features.shape[2]):
+        sites = [features for block in same for features in block.features]
+        together = max(1, _SIDE_BY_SIDE_BYTES // (8 * width * test.shape[1]))
+        for start in range(0, len(sites), together):
+            features = torch.stack(sites[start : start + together])
+            fits += nested_fits(features, labellings, test, nested, strengths)
+            bar.update(len(features))
     return fits
+
+
+def _strengths_used(blocks: list[SiteBlock], strengths: tuple[float, ...] | None) -> dict[str, list[float]]:
+    """Values of C by the width of a site."""
+    widths = sorted({block.features.shape[2] for block in blocks})
+    return {str(width): list(strengths or default_strengths(width)) for width in widths}
 
 
 def _ridge_statistics(blocks: list[SiteBlock], labelled: Tensor, test: Tensor, bar) -> Tensor:

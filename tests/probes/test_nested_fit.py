@@ -7,8 +7,10 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from microtome.probes.folds import grouped_folds, nested_folds
-from microtome.probes.logistic_solver import fit_logistic
-from microtome.probes.nested_fit import DEFAULT_STRENGTHS, _fold_path, nested_fit
+from microtome.probes.logistic_solver import default_strengths, fit_logistic
+from microtome.probes.nested_fit import _fold_paths, nested_fits
+
+STRENGTHS = default_strengths(6)
 
 
 @pytest.fixture
@@ -29,13 +31,13 @@ def pipeline(strength):
 
 def test_agreement_with_nested_scikit_learn(case):
     features, positive, test, nested = case
-    fit = nested_fit(features, positive, test, nested, DEFAULT_STRENGTHS)
+    [fit] = nested_fits(features[None], positive, test, nested, STRENGTHS)
     x = features.numpy()
-    outer = dict.fromkeys(DEFAULT_STRENGTHS, 0.0)
+    outer = dict.fromkeys(STRENGTHS, 0.0)
     for row, y in enumerate(positive.numpy()):
         for fold, rows in enumerate(test.numpy()):
             losses = []
-            for strength in DEFAULT_STRENGTHS:
+            for strength in STRENGTHS:
                 total = 0.0
                 for held_out in nested[fold].numpy():
                     train = ~rows & ~held_out
@@ -45,7 +47,7 @@ def test_agreement_with_nested_scikit_learn(case):
                 if row == 0:
                     p = pipeline(strength).fit(x[~rows], y[~rows]).predict_proba(x[rows])
                     outer[strength] += log_loss(y[rows], p, normalize=False)
-            best = DEFAULT_STRENGTHS[int(np.argmin(losses))]
+            best = STRENGTHS[int(np.argmin(losses))]
             assert fit.fold_strengths[row, fold].item() == pytest.approx(best)
             assert fit.inner_loss[row, fold].item() == pytest.approx(min(losses), abs=1e-4)
             expected = pipeline(best).fit(x[~rows], y[~rows]).decision_function(x[rows])
@@ -64,8 +66,10 @@ def test_corrupt_test_rows_change_no_bit_of_their_fold(case):
     row = int(test[0].nonzero()[3, 0])
     corrupted = features.clone()
     corrupted[row] = 1e9
-    strengths = torch.as_tensor(DEFAULT_STRENGTHS, dtype=torch.float64)
-    clean, dirty = (_fold_path(x, positive, ~test[0], nested[0], test[0], strengths) for x in (features, corrupted))
+    strengths = torch.as_tensor(STRENGTHS, dtype=torch.float64)
+    clean, dirty = (
+        _fold_paths(x[None], positive, ~test[0], nested[0], test[0], strengths) for x in (features, corrupted)
+    )
     kept = test[0].nonzero()[:, 0] != row
     assert torch.equal(clean[0], dirty[0])
     assert torch.equal(clean[1][..., kept].nan_to_num(), dirty[1][..., kept].nan_to_num())
@@ -77,20 +81,36 @@ def test_weak_penalties_are_fitted_only_where_wanted(case, monkeypatch):
     calls = []
 
     def recording(features, labels, train, strengths, **options):
-        calls.append((len(labels), len(strengths)))
+        calls.append((len(features), len(strengths)))
         return fit_logistic(features, labels, train, strengths, **options)
 
     monkeypatch.setattr("microtome.probes.nested_fit.fit_logistic", recording)
     # a label that one feature gives away: ever weaker penalties are better. Its shuffle wants the strongest
     telling = torch.cat([features, 8.0 * positive[:1].double().T], dim=1)
-    fit = nested_fit(telling, positive, test, nested)
-    assert calls[:2] == [(2, 6), (1, 2)]
-    assert (fit.fold_strengths[0] == DEFAULT_STRENGTHS[-1]).all()
-    assert (fit.fold_strengths[1] < 0.1).all()
+    plain = torch.cat([features, features[:, :1] ** 2], dim=1)
+    fit, other = nested_fits(torch.stack([telling, plain]), positive, test, nested)
+    assert calls[:2] == [(2, 6), (1, 3)]
+    assert (fit.fold_strengths[0] == default_strengths(7)[-1]).all()
+    assert (other.fold_strengths < 0.1).all()
 
 
 def test_labellings_do_not_touch_each_other(case):
     features, positive, test, nested = case
-    both, alone = nested_fit(features, positive, test, nested), nested_fit(features, positive[:1], test, nested)
+    [both], [alone] = (
+        nested_fits(features[None], positive, test, nested),
+        nested_fits(features[None], positive[:1], test, nested),
+    )
     torch.testing.assert_close(both.scores[:1], alone.scores, rtol=0, atol=1e-3)
     assert torch.equal(both.fold_strengths[:1], alone.fold_strengths)
+
+
+def test_sites_do_not_touch_each_other(case):
+    features, positive, test, nested = case
+    other = features.flip(0) * 3 + 1
+    both = nested_fits(torch.stack([features, other]), positive, test, nested)
+    for fit, site in zip(both, (features, other), strict=True):
+        [alone] = nested_fits(site[None], positive, test, nested)
+        torch.testing.assert_close(fit.scores, alone.scores, rtol=0, atol=1e-3)
+        torch.testing.assert_close(fit.coefficients, alone.coefficients, rtol=0, atol=1e-6)
+        assert torch.equal(fit.fold_strengths, alone.fold_strengths)
+        assert fit.strength == alone.strength
