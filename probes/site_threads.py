@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 
 def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """`[function(item) for item in items]`, on as many threads as torch is set to use, with torch on one thread in each.
+    """`[function(item) for item in items]`, on as many threads as torch is set to use, with torch on one in each.
 
-    Where torch is set to one thread (in such a worker, too), or there is one item, it is the plain loop. Raises what the first failing item
-    raises, once the items that were started are through.
+    Where torch is set to one thread (in such a worker, too), or there is one item, it is the plain loop. Raises what the
+    first failing item raises, once the items that were started are through.
     """
     n_threads = torch.get_num_threads()
     if n_threads == 1 or len(items) < 2:
@@ -34,6 +34,7 @@ def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> l
 
     def start() -> None:
         torch.set_num_threads(1)
+        torch.get_num_threads()  # binds the number to this thread, as its first operation would have done only later
         has_started.wait()
 
     with ThreadPoolExecutor(n_workers, initializer=start) as pool:

@@ -85,13 +85,13 @@ def test_weak_penalties_are_fitted_only_where_wanted(case, monkeypatch):
         return fit_logistic(features, labels, train, strengths, **options)
 
     monkeypatch.setattr("microtome.probes.nested_fit.fit_logistic", recording)
-    # a label that one feature gives away: ever weaker penalties are better. Its shuffle wants the strongest
+    # a label that one feature gives away: ever weaker penalties are better. Noise wants strong ones
     telling = torch.cat([features, 8.0 * positive[:1].double().T], dim=1)
-    plain = torch.cat([features, features[:, :1] ** 2], dim=1)
+    plain = torch.randn(telling.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     fit, other = nested_fits(torch.stack([telling, plain]), positive, test, nested)
     assert calls[:2] == [(2, 6), (1, 3)]
     assert (fit.fold_strengths[0] == default_strengths(7)[-1]).all()
-    assert (other.fold_strengths < 0.1).all()
+    assert (other.fold_strengths <= default_strengths(7)[5]).all()
 
 
 def test_labellings_do_not_touch_each_other(case):

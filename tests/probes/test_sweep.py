@@ -7,7 +7,7 @@ import torch
 
 from microtome.capture.activations import Activations
 from microtome.probes.groups import merged_groups
-from microtome.probes.nested_fit import nested_fit
+from microtome.probes.nested_fit import nested_fits
 from microtome.probes.sweep import sweep
 from microtome.probes.sweep_result import Sweep
 
@@ -165,7 +165,7 @@ def test_scores_are_those_of_the_nested_fit():
     # the inner folds are not kept: any inner folds give the same scores when there is one strength to choose from
     single = sweep({"resid_post.0": features}, labels, groups="rows", **QUICK | {"strengths": (0.01,)})
     inner = torch.stack([~rows[None] & (torch.arange(80) % 2 == torch.arange(2)[:, None]) for rows in single.test])
-    fit = nested_fit(features, labellings, single.test, inner, (0.01,))
+    [fit] = nested_fits(features[None], labellings, single.test, inner, (0.01,))
     torch.testing.assert_close(single.scores[0], fit.scores[0], rtol=0, atol=1e-3)
     torch.testing.assert_close(single.control_scores[0], fit.scores[1], rtol=0, atol=1e-3)
     assert (single.fold_strengths == 0.01).all()
