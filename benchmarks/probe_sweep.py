@@ -1,8 +1,8 @@
 """Logistic probes beside scikit-learn's, on real activations of SmolLM2-135M for sentiment texts of four domains.
 
-Claims: the 270 heads x 5 grouped folds x 9 strengths at least 8 x faster than scikit-learn's LogisticRegression (lbfgs, its
-defaults, float32 as captured) under joblib on all cores; the 30 residual layers at least 3 x; coefficients within 1e-4 of
-scikit-learn's newton-cholesky at tolerance 1e-10.
+Claims: the 270 heads x 5 grouped folds x 9 strengths at least 8 x faster than scikit-learn's LogisticRegression
+(lbfgs, its defaults, float32 as captured) under joblib on all cores; the 30 residual layers at least 3 x; coefficients
+within 1e-4 of scikit-learn's newton-cholesky at tolerance 1e-10.
 
 Both sides standardise inside the fold; scikit-learn's side once per fold, not once per fit. lbfgs stops at its default
 tolerance and iteration limit, so its side is the less exact one. Sides run in turn; the ratio is the median over pairs.
@@ -135,7 +135,8 @@ def agreement(bench: Bench) -> None:
         "<= 1",
         bool(gap <= 1e-4),
         "LogisticRegression(solver='newton-cholesky', tol=1e-10) on float64 standardised features",
-        f"gap {gap:.1e}; {fits_compared} fits: every head, every 6th layer, first fold, all strengths; tolerance {TOLERANCE:g}",  # noqa: E501
+        f"gap {gap:.1e}; {fits_compared} fits: every head, every 6th layer, first fold, all strengths; tolerance "
+        f"{TOLERANCE:g}",
     )
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from microtome.capture.encoded_text import EncodedText
 
-# One thread's CPU time of SmolLM2 on a shared machine: 195 tokens/s at 64 padded tokens, 267 at 512, 292 at 1024, 302 at
-# 2048, 252 at 4096 (length 8, one run); one batch costs 30 to 40 tokens beside its own. Not measured on a GPU.
+# One thread's CPU time of SmolLM2 on a shared machine: 195 tokens/s at 64 padded tokens, 267 at 512, 292 at 1024, 302
+# at 2048, 252 at 4096 (length 8, one run); one batch costs 30 to 40 tokens beside its own. Not measured on a GPU.
 MAX_TOKENS = 2048
 MAX_ROWS = 256
 OVERHEAD_TOKENS = 32

@@ -70,11 +70,12 @@ def group_counts(
         raise ValueError("No fold holds a positive and a negative row: there is nothing to resample.")
     generator = torch.Generator().manual_seed(seed)
     counts = _multinomial(n_groups, draws, generator)
+    empty = ~has_pairs(counts)
     for _ in range(_MAX_REDRAWS):
-        empty = ~has_pairs(counts)
         if not empty.any():
             return counts
         counts[:, empty] = _multinomial(n_groups, int(empty.sum()), generator)
+        empty = ~has_pairs(counts)
     raise ValueError(
         f"{int(empty.sum())} of {draws} draws of {n_groups} groups hold one class only, {_MAX_REDRAWS} times over. "
         "Too few groups carry one of the classes for a bootstrap; add groups."

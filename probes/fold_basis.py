@@ -1,10 +1,10 @@
 """Rows of some sites as the solver wants them: standardised inside each training fold, in a basis all folds share.
 
-Fold f standardises with the mean and deviation of its own training rows, x̂ = (x - μ_f)/σ_f. All folds of a site share one
-matrix of rows y = (x - c)/u all the same: with v = ŵ u/σ_f the score is y·v + β (the free intercept absorbs the shift), and
-the penalty ½‖ŵ‖² becomes ½ Σ_j (σ_fj/u_j)² v_j². So all folds, strengths and label sets of a site share their products.
-c and u come, per feature, from the fold with the smallest deviation: an outlier among another fold's rows cannot wash out
-the float32 copy that the fold without it works on.
+Fold f standardises with the mean and deviation of its own training rows, x̂ = (x - μ_f)/σ_f. All folds of a site
+share one matrix of rows y = (x - c)/u all the same: with v = ŵ u/σ_f the score is y·v + β (the free intercept absorbs
+the shift), and the penalty ½‖ŵ‖² becomes ½ Σ_j (σ_fj/u_j)² v_j². So all folds, strengths and label sets of a site
+share their products. c and u come, per feature, from the fold with the smallest deviation: an outlier among another
+fold's rows cannot wash out the float32 copy that the fold without it works on.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """L2-penalised logistic regression of two classes, with scikit-learn's contract over `fit_logistic`.
 
-J(w, b) = |w|^2 / 2 + C sum_i s_i [softplus(z_i) - y_i z_i], z_i = w . x_i + b, the intercept without penalty: scikit-learn's
-meaning of C. With `standardize` the penalty acts on the weights of features standardised in the training rows; the
-weights kept are of the features as given.
+J(w, b) = |w|^2 / 2 + C sum_i s_i [softplus(z_i) - y_i z_i], z_i = w . x_i + b, the intercept without penalty:
+scikit-learn's meaning of C. With `standardize` the penalty acts on the weights of features standardised in the
+training rows; the weights kept are of the features as given.
 
 Beware: on separable data the weights grow with C without end; `separated_` says so. C depends on the number of rows.
 """
@@ -21,13 +21,13 @@ from microtome.probes.logistic_solver import fit_logistic
 class LogisticProbe(ClassifierMixin, BaseEstimator):
     """A linear probe.
 
-    Parameters: C, the inverse strength of the penalty (finite, above 0); standardize, whether the penalty acts on features
-    of mean 0 and deviation 1 in the training rows; class_weight, None, "balanced" (each class weighs the same) or a
-    weight by class; tol, the largest gradient entry over C times the rows; max_iter, Newton steps.
+    Parameters: C, the inverse strength of the penalty (finite, above 0); standardize, whether the penalty acts on
+    features of mean 0 and deviation 1 in the training rows; class_weight, None, "balanced" (each class weighs the
+    same) or a weight by class; tol, the largest gradient entry over C times the rows; max_iter, Newton steps.
 
-    Attributes: classes_ `[2]`; coef_ `[1, feature]` and intercept_ `[1]`, of the features as given, log-odds of the second
-    class; mean_ and scale_ `[feature]`, of the training rows; direction_ `[feature]`, coef_ at length 1; separated_,
-    whether every training row is on its side; n_iter_, passes over the rows.
+    Attributes: classes_ `[2]`; coef_ `[1, feature]` and intercept_ `[1]`, of the features as given, log-odds of the
+    second class; mean_ and scale_ `[feature]`, of the training rows; direction_ `[feature]`, coef_ at length 1;
+    separated_, whether every training row is on its side; n_iter_, passes over the rows.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ class LogisticFits:
         n_sites, *grid, width = weights.shape
         if features.shape[0] != n_sites or features.shape[2] != width:
             raise ValueError(
-                f"features are {list(features.shape)}; these fits hold {n_sites} sites of {width} features. Give [site, "
-                "example, feature] with the same sites in the same order."
+                f"features are {list(features.shape)}; these fits hold {n_sites} sites of {width} features. Give "
+                "[site, example, feature] with the same sites in the same order."
             )
         rows = features.to(weights).mT
         return (weights.flatten(1, -2) @ rows).unflatten(1, grid) + self.raw_intercepts[..., None]

@@ -1,17 +1,20 @@
 """All L2-penalised binary logistic regressions of a sweep at once: sites x label sets x folds x strengths.
 
 Per fit, on features standardised with the training rows of its fold (scikit-learn's meaning of C):
-J(w, b) = ½‖w‖² + C Σ_i s_i [softplus(z_i) - y_i z_i], z_i = w·x̂_i + b, without penalty on b.
+
+    J(w, b) = ½‖w‖² + C Σ_i s_i [softplus(z_i) - y_i z_i],  z_i = w·x̂_i + b, no penalty on b.
+
 A fit is converged when no entry of ∇J exceeds `tolerance` C Σs. J is 1-strongly convex in w, so ‖w - w*‖ ≤ ‖∇J‖.
-All fits of a site share their products with its rows, and sites go side by side (`fold_basis`, `newton_cg`): float32
-products find the answer, float64 gradients finish and judge it. With more than twice as many features as training rows a
-fold is first rotated, exactly, into the span of its standardised training rows (the penalty does not see rotations).
+All fits of a site share their products with its rows, and sites go side by side (`fold_basis`, `newton_cg`,
+`site_threads`): float32 products find the answer, float64 gradients finish and judge it. With more than twice as many
+features as training rows a fold is first rotated, exactly, into the span of its standardised training rows (the
+penalty does not see rotations).
 
 Which strengths: with standardised features the prior variance of the log odds is C d (`default_strengths`).
 
-Beware: rows in no training mask are never read, so weights fitted on one fold are independent of its test rows to the bit.
-Folds fitted together share their preconditioner: a row that is test in one fold and training in another moves that one's
-weights by less than the tolerance, and its mean and deviation not at all.
+Beware: rows in no training mask are never read, so weights fitted on one fold are independent of its test rows to the
+bit. Folds fitted together share their preconditioner: a row that is test in one fold and training in another moves
+that one's weights by less than the tolerance, and its mean and deviation not at all.
 """
 
 import warnings
@@ -93,8 +96,8 @@ def fit_logistic(
             block in a processor's cache; more is not faster.
 
     Raises:
-        ValueError: NaN or infinite features, labels other than 0 and 1, strengths that are not finite and positive, a fold
-            with fewer than two rows or (by weight) one class, sizes that do not match.
+        ValueError: NaN or infinite features, labels other than 0 and 1, strengths that are not finite and positive, a
+            fold with fewer than two rows or (by weight) one class, sizes that do not match.
 
     Warns `ConvergenceWarning` when a fit stops above the tolerance.
     """
@@ -240,14 +243,15 @@ def _check(features, labels, train, strengths, sample_weight) -> None:
             raise ValueError(f"{name} covers {given.shape[-1]} rows, features have {n_rows}; give one entry per row.")
     if len(strengths) == 0 or not bool(((strengths > 0) & strengths.isfinite()).all()):
         raise ValueError(
-            f"strengths are C, finite and above 0; got {strengths.tolist()}. For nearly no penalty use a large C such as 1e4."
+            f"strengths are C, finite and above 0; got {strengths.tolist()}. For nearly no penalty use "
+            "a large C such as 1e4."
         )
     for site, rows in enumerate(features):
         if not bool(rows.abs().amax() < LARGEST):  # nor is NaN
             row, feature = (~(rows.abs() < LARGEST)).nonzero()[0].tolist()
             raise ValueError(
-                f"features hold NaN, inf or numbers past {LARGEST:g}, first at site {site}, row {row}, feature {feature}; "
-                "drop the row or fix the capture."
+                f"features hold NaN, inf or numbers past {LARGEST:g}, first at site {site}, row {row}, "
+                f"feature {feature}; drop the row or fix the capture."
             )
     if labels.dtype != torch.bool and not bool(((labels == 0) | (labels == 1)).all()):
         raise ValueError(
@@ -256,7 +260,8 @@ def _check(features, labels, train, strengths, sample_weight) -> None:
     if sample_weight is not None:
         if len(sample_weight) not in (1, len(labels)):
             raise ValueError(
-                f"sample_weight has {len(sample_weight)} rows for {len(labels)} label sets; give one for all, or one for each."
+                f"sample_weight has {len(sample_weight)} rows for {len(labels)} label sets; give one for all, "
+                "or one for each."
             )
         if not bool(((sample_weight >= 0) & sample_weight.isfinite()).all()):
             raise ValueError("sample_weight must be finite and not negative; leave rows out with train instead.")
@@ -270,8 +275,8 @@ def _check(features, labels, train, strengths, sample_weight) -> None:
     if bool(has_one_class.any()):
         label_set, fold = has_one_class.nonzero()[0].tolist()
         raise ValueError(
-            f"fold {fold} trains label set {label_set} on rows of one class only ({int(positive[label_set, fold] > 0)}); use "
-            "stratified folds, or more rows of the rare class."
+            f"fold {fold} trains label set {label_set} on rows of one class only "
+            f"({int(positive[label_set, fold] > 0)}); use stratified folds, or more rows of the rare class."
         )
 
 
@@ -282,9 +287,9 @@ def _warn_unconverged(fits: LogisticFits) -> None:
     worst = np.unravel_index(int(fits.gradient.argmax()), fits.gradient.shape)
     site, label_set, fold, strength = (int(axis) for axis in worst)
     warnings.warn(
-        f"{int((~fits.converged).sum())} of {fits.converged.numel()} logistic fits stopped above the tolerance. Worst: site "
-        f"{site}, label set {label_set}, fold {fold}, C={float(fits.strengths[strength]):g}, largest gradient entry "
-        f"{float(fits.gradient.max()):.1e} C Σs. Raise max_steps or tolerance, or leave out the largest strengths.",
+        f"{int((~fits.converged).sum())} of {fits.converged.numel()} logistic fits stopped above the tolerance. Worst: "
+        f"site {site}, label set {label_set}, fold {fold}, C={float(fits.strengths[strength]):g}, largest gradient "
+        f"entry {float(fits.gradient.max()):.1e} C Σs. Raise max_steps or tolerance, or leave out the largest strengths.",
         ConvergenceWarning,
         stacklevel=3,
     )

@@ -1,20 +1,20 @@
 """Newton's method with conjugate gradients for many penalised logistic regressions, side by side.
 
-Each fit minimises J(v) = ½ Σ_j ridge_j v_j² + C Σ_i s_i [softplus(z_i) - y_i z_i], z_i = v·row_i. Gradients are measured by
-the fold's own standardised features, entries of ∇J over √ridge_j. Two stages:
+Each fit minimises J(v) = ½ Σ_j ridge_j v_j² + C Σ_i s_i [softplus(z_i) - y_i z_i], z_i = v·row_i. Gradients are
+measured by the fold's own standardised features, entries of ∇J over √ridge_j. Two stages:
 
 `approach`: nonlinear conjugate gradients (Hager & Zhang 2005, eq. 1.3) in float32, preconditioned as `preconditioner`
 says. The step is Newton's along the direction, which needs no further product; an overshoot is cut by the secant.
 `refine`: inexact damped Newton (Nocedal & Wright, Numerical Optimization, alg. 7.1) on float64 gradients. The Newton
-equation is solved by conjugate gradients on float32 Hessian products, as iterative refinement does. A step is kept when it
-lowers the preconditioned gradient norm, else halved. Fits on which conjugate gradients run out of iterations (nearly
-separable rows, large C) get exact directions from a float64 Cholesky factor.
+equation is solved by conjugate gradients on float32 Hessian products, as iterative refinement does. A step is kept
+when it lowers the preconditioned gradient norm, else halved. Fits on which conjugate gradients run out of iterations
+get exact directions from a float64 Cholesky factor.
 
-A pass is one product with all rows and one back, [fit, width] x [width, example] for every site: near the machine's speed
-for many fits, bound by reading the rows for few. Hence the layout [site, strength, task, ...] with ascending strengths,
-where a task is a label set in a fold. A fit that is done stops moving; strengths at which all tasks are done leave the
-front of the block (small C needs the fewest passes), finished sites leave too. Warm starts in ascending C were measured to
-save a tenth of the passes while making the products narrow, so all strengths start at 0.
+A pass is one product with all rows and one back, [fit, width] x [width, example] for every site: near the machine's
+speed for many fits, bound by reading the rows for few. Hence the layout [site, strength, task, ...] with ascending
+strengths, where a task is a label set in a fold. A fit that is done stops moving; strengths at which all tasks are
+done leave the front of the block (small C needs the fewest passes), finished sites leave too. Warm starts in ascending
+C were measured to save a tenth of the passes while making the products narrow, so all strengths start at 0.
 """
 
 from dataclasses import dataclass, replace

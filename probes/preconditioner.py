@@ -1,9 +1,9 @@
 """What conjugate gradients of `newton_cg` are preconditioned with: an inverse Hessian on the leading axes of the rows.
 
-With x̂ = y/√ridge, a fold's own standardisation, the Hessian of a fit is √ridge (I + C Σ_i s_i p_i(1-p_i) x̂_i x̂_iᵀ) √ridge.
-All fits of a site share the principal axes of its rows. Between them the sum is taken as it is, with p(1-p) averaged over
-the fits of a strength; all directions beside them share one average eigenvalue. At the start p(1-p) = ¼ makes the sum
-diagonal. This steers the iterations; nothing fitted depends on it.
+With x̂ = y/√ridge, a fold's own standardisation, the Hessian of a fit is √ridge (I + C Σ_i s_i p_i(1-p_i) x̂_i x̂_iᵀ)
+√ridge. All fits of a site share the principal axes of its rows. Between them the sum is taken as it is, with p(1-p)
+averaged over the fits of a strength; all directions beside them share one average eigenvalue. At the start p(1-p) = ¼
+makes the sum diagonal. This steers the iterations; nothing fitted depends on it.
 """
 
 from dataclasses import dataclass, replace

@@ -1,12 +1,12 @@
 """Sites side by side, each on one thread of its own: how solvers use several cores.
 
-The operations of a probe are many and small. Spread over two threads each they gain little, and where another process holds
-a core every one of them waits for it: 20 times slower was measured (30 layers x 45 fits, 2 cores, one busy neighbour). Blocks
-of sites on threads of their own, with torch on one thread in each, wait for nobody; and a block's result does not depend,
-in a single bit, on how many there are.
+The operations of a probe are many and small. Spread over two threads each they gain little, and where another process
+holds a core every one of them waits for it: 20 times slower was measured (30 layers x 45 fits, 2 cores, one busy
+neighbour). Blocks of sites on threads of their own, with torch on one thread in each, wait for nobody; and a block's
+result does not depend, in a single bit, on how many there are.
 
-Beware: `torch.set_num_threads` holds for the thread that calls it and for threads that start later. The caller's setting is
-never touched, and the default for later threads is put back as soon as the workers have started.
+Beware: `torch.set_num_threads` holds for the thread that calls it and for threads that start later. The caller's
+setting is never touched, and the default for later threads is put back as soon as the workers have started.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """`[function(item) for item in items]`, on as many threads as torch is set to use, with torch on one in each.
 
-    Where torch is set to one thread (in such a worker, too), or there is one item, it is the plain loop. Raises what the
-    first failing item raises, once the items that were started are through.
+    Where torch is set to one thread (in such a worker, too), or there is one item, it is the plain loop. Raises what
+    the first failing item raises, once the items that were started are through.
     """
     n_threads = torch.get_num_threads()
     if n_threads == 1 or len(items) < 2:

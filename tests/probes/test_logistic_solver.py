@@ -14,7 +14,7 @@ STRENGTHS = [1e-3, 0.1, 3.0]
 
 
 def problem(rows: int = 150, width: int = 12, sites: int = 3, seed: int = 0):
-    """Correlated features of unlike size [site, row, feature], two label sets [2, row], three training masks [3, row]."""
+    """Correlated features of unlike size [site, row, feature], two label sets [2, row], three masks [3, row]."""
     generator = torch.Generator().manual_seed(seed)
     latent = torch.randn(sites, rows, width, dtype=torch.float64, generator=generator)
     mix = torch.randn(width, width, dtype=torch.float64, generator=generator)
