@@ -289,7 +289,8 @@ def _warn_unconverged(fits: LogisticFits) -> None:
     warnings.warn(
         f"{int((~fits.converged).sum())} of {fits.converged.numel()} logistic fits stopped above the tolerance. Worst: "
         f"site {site}, label set {label_set}, fold {fold}, C={float(fits.strengths[strength]):g}, largest gradient "
-        f"entry {float(fits.gradient.max()):.1e} C Σs. Raise max_steps or tolerance, or leave out the largest strengths.",
+        f"entry {float(fits.gradient.max()):.1e} C Σs. Raise max_steps or tolerance, or leave out the largest "
+        "strengths.",
         ConvergenceWarning,
         stacklevel=3,
     )
