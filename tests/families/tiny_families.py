@@ -1,0 +1,168 @@
+"""Tiny random models of transformers' families, from their configuration classes alone: no weights, no network.
+
+Most families build from one set of small numbers under the names their configuration accepts; `OPTIONS` holds what a
+family needs beside or instead of them, `VARIANTS` options of known families that change how a block is wired. Widths,
+head counts and lengths all differ, so that axes can be told apart. A fresh model has norm weights of one, biases and
+multipliers of zero or one, at which many a wrong identity holds: `tiny_family` moves every parameter off its start.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+LARGEST = 30_000_000  # parameters; some configurations have huge defaults under names of their own
+LAYERS, HEADS, KV_HEADS, D_HEAD, D_MODEL, D_MLP, VOCABULARY = 3, 4, 2, 8, 32, 48, 120
+
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), D_MODEL),
+    **dict.fromkeys(("lru_width",), D_MODEL),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim"), D_MLP),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), D_MLP),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim", "d_kv", "head_dim"), D_HEAD),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size", "mamba_head_dim", "mamba_d_head"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("sliding_window", "attention_window_size"), 16),
+    "num_key_value_heads": KV_HEADS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "image_size": 16,
+    "patch_size": 8,
+    "num_channels": 3,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+LATENT = {"num_key_value_heads": HEADS}  # multi-head latent attention has as many keys as queries
+PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys("axk1 axk2 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 sarvam_mla youtu".split(), LATENT),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"), LATENT | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 64}
+    ),
+    "dbrx": {
+        "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": D_MLP, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots3_note_text": LATENT | {"vocab_size_per_layer_input": VOCABULARY},
+    "ernie4_5_moe": {"moe_k": 2},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 8},
+    "gemma3n_text": PER_LAYER | {"num_kv_shared_layers": 0, "laurel_rank": 8, "layer_types": ["full_attention"] * LAYERS},
+    "gemma4_text": PER_LAYER,
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 16},
+    "kimi_linear": {
+        "linear_head_dim": 8,
+        "linear_num_heads": HEADS,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    }
+    | LATENT,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "longcat_flash": LATENT
+    | {"ffn_hidden_size": D_MLP, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "num_layers": 2, "qk_head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "reformer": {
+        "is_decoder": True,
+        "attention_head_size": D_HEAD,
+        "feed_forward_size": D_MLP,
+        "axial_pos_embds": False,
+        "attn_layers": ("local", "local", "local"),
+        "local_attn_chunk_length": 8,
+    },
+    "xlm": {"emb_dim": D_MODEL},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2, "use_mamba_kernels": False},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "layer_types": ...,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+        "use_mamba_kernels": False,
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+
+
+# options of known families that change how a block is wired
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "falcon old": ("falcon", {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}),
+    "falcon sequential": ("falcon", {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False}),
+    "falcon new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS}),
+    "opt post-norm": ("opt", {"do_layer_norm_before": False}),
+    "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
+    "llama one key head": ("llama", {"num_key_value_heads": 1}),
+    "llama no groups": ("llama", {"num_key_value_heads": HEADS}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "gpt2 untied": ("gpt2", {"tie_word_embeddings": False}),
+    "gpt2 scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt_bigcode many keys": ("gpt_bigcode", {"multi_query": False}),
+    "granite multipliers": (
+        "granite",
+        {"residual_multiplier": 0.7, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 4.0},
+    ),
+    "gemma2 capped": ("gemma2", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}),
+}
+ENCODERS = (
+    "bert roberta distilbert albert electra deberta deberta-v2 modernbert fnet camembert mpnet nomic_bert squeezebert "
+    "convbert mobilebert funnel layoutlm esm nystromformer ibert longformer bert-generation roformer rembert"
+).split()
+SEQ2SEQ = "t5 mt5 umt5 bart mbart pegasus marian blenderbot m2m_100 whisper speech_to_text led prophetnet".split()
+VISION = "vit dinov2 dinov2_with_registers deit beit clip_vision_model siglip_vision_model vit_mae swin convnext".split()
+AUDIO = "wav2vec2 hubert wavlm unispeech data2vec-audio wav2vec2-conformer audio-spectrogram-transformer".split()
+
+
+def options(family: str) -> dict[str, Any]:
+    """Small numbers under the names that the family's configuration accepts, and its own options."""
+    cls = CONFIG_MAPPING[family]
+    accepted = set(inspect.signature(cls.__init__).parameters) | set(getattr(cls, "__dataclass_fields__", {}))
+    small = {name: value for name, value in SMALL.items() if name in accepted}
+    own = OPTIONS.get(family, {})
+    return {name: value for name, value in (small | own).items() if value is not ...}
+
+
+def perturb(model: nn.Module, seed: int) -> None:
+    """Add noise of standard deviation 0.2 to every parameter, in place: attention is then far from uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def tiny_family(family: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """A perturbed tiny model in eval mode, causal where the family has such a head. Raises RuntimeError if too large."""
+    config = CONFIG_MAPPING[family](**options(family) | changes)
+    build = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModel
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in build.from_config(config).parameters())
+    if size > LARGEST:
+        raise RuntimeError(f"{family}: {size / 1e6:.0f} million parameters; give it options of its own")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build.from_config(config).eval().float()
+    perturb(model, seed)
+    return model
