@@ -6,7 +6,7 @@ checked. `microtome.capture.taps` acts on it, `microtome.capture.dissect` and `p
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pandas as pd
@@ -25,11 +25,13 @@ class Point:
         side: "in" (its argument), "out" (its output) or "seam" (transformers' attention interface, called by it).
         slot: for "in" the argument's index or keyword; for "out" the element of a tuple or list, None when the
             output is the tensor itself; for "seam" one of "q" "k" "v" "z" "pattern".
+        call: where the module runs several times in one forward, the number of the call; else None.
     """
 
     module: str
     side: Literal["in", "out", "seam"]
     slot: int | str | None = None
+    call: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,23 @@ class Tap:
     factor: float = 1.0
 
 
+Role = Literal["mixer", "mlp", "cross", "extra"]
+TERM_OF_ROLE: dict[Role, str] = {"mixer": "attn_out", "mlp": "mlp_out", "cross": "cross_out", "extra": "extra_out"}
+
+
 @dataclass(frozen=True)
 class Contribution:
     """One term added to the residual stream of a block.
 
     Attributes:
-        role: "mixer" if it moves information between positions, "mlp" if not.
+        role: "mixer" if it moves information between positions, "mlp" if not; "cross" if it reads another sequence
+            (an encoder's), "extra" if it reads another input at its own position.
         point: the module output that is this very term.
         factor: the number it is multiplied by before it is added.
         projection: the input of the last linear map before the term leaves, None if there is none.
     """
 
-    role: Literal["mixer", "mlp"]
+    role: Role
     point: Point
     factor: float
     projection: Point | None
@@ -124,6 +131,9 @@ class Block:
         hops: the trunk from entry to exit; empty when it could not be walked.
         seams: paths of the modules of this block that call transformers' attention interface.
         is_parallel: whether the MLP reads the same stream as the mixer, so that there is no stream between them.
+        layer: number of its module in the stack.
+        stack: name of its stack, "" for the main one.
+        call: number of its call in one forward, where its module runs several times; else None.
     """
 
     path: str
@@ -133,6 +143,13 @@ class Block:
     hops: tuple[Hop, ...] = ()
     seams: tuple[str, ...] = ()
     is_parallel: bool = False
+    layer: int = 0
+    stack: str = ""
+    call: int | None = None
+
+    def site(self, kind: str) -> Site:
+        """The site of that kind in this block."""
+        return Site(kind, self.layer, stack=self.stack, call=self.call)
 
 
 @dataclass(frozen=True)
@@ -153,7 +170,7 @@ class Anatomy:
 
     Attributes:
         model_class: name of the model's class.
-        blocks: the blocks of the main stack in order.
+        blocks: the blocks of every stack, in the order in which they run; those of the main stack are `main`.
         d_model: width of the residual stream.
         taps: every offered site (without heads) and how it is tapped.
         unavailable: sites that are not offered, each with the reason.
@@ -183,8 +200,19 @@ class Anatomy:
 
     @property
     def layers(self) -> int:
-        """Number of blocks."""
-        return len(self.blocks)
+        """Number of block modules in the main stack."""
+        return len({block.layer for block in self.main})
+
+    @property
+    def main(self) -> tuple[Block, ...]:
+        """The blocks of the stack whose end is the model's output, in the order in which they run."""
+        return tuple(block for block in self.blocks if not block.stack)
+
+    @property
+    def stacks(self) -> dict[str, int]:
+        """Block modules of each stack by its name; "" is the main one."""
+        names = dict.fromkeys(block.stack for block in self.blocks)
+        return {name: len({block.layer for block in self.blocks if block.stack == name}) for name in names}
 
     @property
     def sites(self) -> list[Site]:
@@ -203,6 +231,11 @@ class Anatomy:
         """
         site = Site.parse(name)
         if (tap := self.taps.get(site.whole)) is None:
+            if calls := self._calls_of(site):
+                raise KeyError(
+                    f"{site} is ambiguous: its module runs {len(calls)} times in one forward. Name a call: {calls[0]} "
+                    f"to {calls[-1]}."
+                )
             self._refuse(site)
         if site.head is not None and not 0 <= site.head < (tap.head_count or 0):
             raise IndexError(
@@ -230,6 +263,10 @@ class Anatomy:
                 if not found:
                     self._refuse(site)
                 expanded += found
+            elif site.whole not in self.taps and (calls := self._calls_of(site)):
+                for each in calls:
+                    self.tap(each)
+                expanded += calls
             else:
                 self.tap(site)
                 expanded.append(site)
@@ -241,6 +278,12 @@ class Anatomy:
             )
         return expanded
 
+    def _calls_of(self, site: Site) -> list[Site]:
+        """The site at every call of its module, where it is offered by call only."""
+        if site.call is not None:
+            return []
+        return sorted(replace(s, head=site.head) for s in self.taps if replace(s, call=None) == site.whole)
+
     def proof_table(self) -> pd.DataFrame:
         """The proof as a table: identity, site, error, limit, holds, note."""
         return pd.DataFrame([vars(identity) for identity in self.proof])
@@ -251,10 +294,11 @@ class Anatomy:
             if known.kind == site.kind and known.stack == site.stack and same_layer:
                 raise KeyError(f"{site} is not available on this {self.model_class}: {reason}")
         offered = [s for s in self.taps if s.kind == site.kind and s.stack == site.stack]
-        if offered and site.layer is not None and site.layer >= self.layers:
+        layers = self.stacks.get(site.stack, self.layers)
+        if offered and site.layer is not None and site.layer >= layers:
             raise IndexError(
-                f"{site}: layer {site.layer} is out of range. This {self.model_class} has {self.layers} layers, "
-                f"0 to {self.layers - 1}."
+                f"{site}: layer {site.layer} is out of range. This {self.model_class} has {layers} layers, "
+                f"0 to {layers - 1}."
             )
         stacks = sorted({s.stack for s in self.taps if s.stack != site.stack and s.kind == site.kind})
         hint = f"Name a stack: {', '.join(f'{s}.{site.kind}' for s in stacks)}. " if stacks else ""

@@ -9,6 +9,7 @@ is checked on a second batch with ordinary hooks (`microtome.capture.proof`); on
 import inspect
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,8 +24,8 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.opgraph import OpGraph, elements
 from microtome.capture.padding import LIMIT, call_options, padding_errors
 from microtome.capture.proof import Proof
-from microtome.capture.seam_record import recorded_seam_calls
-from microtome.capture.sites import Site
+from microtome.capture.seam_record import RecordedCall, recorded_seam_calls
+from microtome.capture.sites import KINDS, Site
 from microtome.capture.tail import Tail, find_tail, token_embedding
 from microtome.capture.trunk import Chain, Norms, find_chains
 
@@ -63,11 +64,11 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
     started = time.perf_counter()
     batches = probe_batches(model) if inputs is None else _given_batches(model, inputs)
     graph, seams = _recorded(model, batches[0])
-    chain = _main_chain(graph)
+    chain, *others = _stacks(graph)
     norms = Norms()
-    parts = [block_parts(graph, chain, k, seams, norms) for k in range(len(chain.calls))]
+    parts = [block_parts(graph, c, k, seams, norms) for c in (chain, *others) for k in range(len(c.calls))]
     tail = find_tail(graph, chain, norms)
-    embedding = token_embedding(graph, batches[0].get("input_ids"))
+    embedding = token_embedding(graph, batches[0].get("decoder_input_ids", batches[0].get("input_ids")))
     taps = [tap for part in parts for tap in part.taps] + _whole_model_taps(graph, tail, embedding)
     proof = Proof(model, [part.block for part in parts], taps, tail, batches[1])
     unavailable = {site: reason for part in parts for site, reason in part.unavailable.items()}
@@ -78,7 +79,8 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
             unavailable[tap.site] = reason
         else:
             offered[tap.site] = tap
-    errors = _padding_errors(model, parts[-1].block.exit, batches[1])
+    main = [part.block for part in parts if not part.block.stack]
+    errors = _padding_errors(model, main[-1].exit, batches[1])
     return Anatomy(
         model_class=type(model).__name__,
         blocks=tuple(part.block for part in parts),
@@ -163,32 +165,59 @@ def _recorded(model: nn.Module, batch: dict[str, Any]) -> tuple[OpGraph, list[Se
     with recorded_seam_calls(model) as calls, OpGraph(model) as graph:
         model(**batch, **options)
         seams = [
-            SeamRecord(path, *(graph.node_of(t) for t in (c.query, c.key, c.value, c.z)))
+            _seam_record(graph, path, number if len(made) > 1 else None, c)
             for path, made in calls.items()
-            for c in made
+            for number, c in enumerate(made)
         ]
     return graph, seams
+
+
+def _seam_record(graph: OpGraph, path: str, number: int | None, made: RecordedCall) -> SeamRecord:
+    q, k, v, z = (graph.node_of(tensor) for tensor in (made.query, made.key, made.value, made.z))
+    made_in = max(i for i, call in enumerate(graph.calls) if call.path == path and call.first <= z)
+    return SeamRecord(path, made_in, q, k, v, z, number)
 
 
 def _first_tensor(output: object) -> Tensor:
     return next(t for _, t in elements(output) if t.is_floating_point())
 
 
-def _main_chain(graph: OpGraph) -> Chain:
-    """The heaviest chain of blocks whose end reaches the model's output."""
+def _stacks(graph: OpGraph) -> list[Chain]:
+    """Every chain of blocks: first the main one, whose end reaches the model's output, then the others with their names.
+
+    A chain whose end goes into another chain that reaches the output (an encoder) is not the main one; of those left
+    the heaviest is.
+    """
     output = next(n for n in graph.calls[0].outputs.values() if graph.nodes[n].value.is_floating_point())
     needed = {node.index for node in graph.ancestors(output)}
-    for chain in find_chains(graph):
-        end = chain.exit_node(graph, len(chain.calls) - 1)
-        paths = [graph.calls[i].path for i in chain.calls]
-        if end in needed and graph.nodes[end].value.ndim == 3:
-            if len(set(paths)) < len(paths):
-                raise NotDissectable(f"{paths[0]} runs several times in one forward; shared blocks are not opened yet.")
-            return chain
-    raise NotDissectable(
-        f"{type(graph.model).__name__} has no chain of blocks: modules of one class in one container, each of which "
-        "takes the tensor that the one before returned, on the way to the output."
-    )
+    chains = [c for c in find_chains(graph) if graph.nodes[c.exit_node(graph, len(c.calls) - 1)].value.ndim == 3]
+    ends = [chain.exit_node(graph, len(chain.calls) - 1) for chain in chains]
+    reaching = [i for i, end in enumerate(ends) if end in needed]
+    behind = {i: {node.index for node in graph.ancestors(ends[i])} for i in reaching}
+    last = [i for i in reaching if not any(ends[i] in behind[j] for j in reaching if j != i)]
+    if not last:
+        raise NotDissectable(
+            f"{type(graph.model).__name__} has no chain of blocks: modules of one class in one container, each of which "
+            "takes the tensor [batch, position, width] that the one before returned, on the way to the output."
+        )
+    main = chains[last[0]]
+    others = [chain for chain in chains if chain is not main and len(chain.calls) > 1]
+    names = _stack_names(graph, main, others)
+    return [main, *(replace(chain, stack=name) for chain, name in zip(others, names, strict=True))]
+
+
+def _stack_names(graph: OpGraph, main: Chain, others: list[Chain]) -> list[str]:
+    """For each other stack the first part of its path that the main stack's has not, joined to the next if taken."""
+    main_parts = graph.calls[main.calls[0]].path.split(".")
+    names: list[str] = []
+    for chain in others:
+        parts = [part for part in graph.calls[chain.calls[0]].path.split(".") if not part.isdigit()]
+        start = next((i for i, part in enumerate(parts) if main_parts[i : i + 1] != [part]), 0)
+        taken = {"", *names, *KINDS}
+        name = next(("_".join(parts[start:end]) for end in range(start + 1, len(parts) + 1)
+                     if "_".join(parts[start:end]) not in taken), "")
+        names.append(name or f"stack_{len(names) + 1}")
+    return names
 
 
 def _whole_model_taps(graph: OpGraph, tail: Tail, embedding: Point | None) -> list[Tap]:
@@ -218,33 +247,38 @@ def _whole_model_refusals(tail: Tail, embedding: Point | None) -> dict[Site, str
 
 # which identities (at which site) a kind rests on; {k} is the layer
 _RESTS_ON = {
-    "resid_mid": [("sum", "resid_post.{k}"), ("edit", "attn_out.{k}")],
-    "attn_out": [("sum", "resid_post.{k}"), ("edit", "attn_out.{k}"), ("not empty", "attn_out.{k}")],
-    "mlp_out": [("sum", "resid_post.{k}"), ("edit", "mlp_out.{k}"), ("not empty", "mlp_out.{k}")],
-    "mlp_act": [("sum", "resid_post.{k}"), ("edit", "mlp_out.{k}")],
-    "z": [("head sum", "z.{k}")],
-    "head_out": [("head sum", "z.{k}")],
+    "resid_mid": [("sum", "resid_post"), ("edit", "attn_out")],
+    "attn_out": [("sum", "resid_post"), ("edit", "attn_out"), ("not empty", "attn_out")],
+    "mlp_out": [("sum", "resid_post"), ("edit", "mlp_out"), ("not empty", "mlp_out")],
+    "cross_out": [("sum", "resid_post"), ("edit", "cross_out"), ("not empty", "cross_out")],
+    "extra_out": [("sum", "resid_post"), ("edit", "extra_out"), ("not empty", "extra_out")],
+    "mlp_act": [("sum", "resid_post"), ("edit", "mlp_out")],
+    "z": [("head sum", "z")],
+    "head_out": [("head sum", "z")],
 }
 
 
 def _refusal(tap: Tap, proof: Proof) -> str:
     """Why a site is not offered, or an empty string if every identity it rests on held."""
-    kind, k = tap.site.kind, tap.site.layer
-    rests_on = [(name, site.format(k=k)) for name, site in _RESTS_ON.get(kind, [])]
+    def at(kind: str) -> str:
+        return str(replace(tap.site, kind=kind))
+
+    kind = tap.site.kind
+    rests_on = [(name, at(other)) for name, other in _RESTS_ON.get(kind, [])]
     if tap.point.side != "seam":
         rests_on.append(("fires", proof.label(tap.point)))
     else:
-        rests_on.append(("fires", f"attention interface of {tap.point.module}"))
+        rests_on.append(("fires", proof.seam_label(tap.point)))
     if kind in ("z", "head_out"):
-        rests_on += proof.checked("head causality", f"z.{k}.")
+        rests_on += proof.checked("head causality", at("z"))
         if tap.point.side == "seam":
-            rests_on.append(("seam parity", f"z.{k}"))
+            rests_on.append(("seam parity", at("z")))
     if kind in ("q", "k", "v") and tap.heads is not None:
-        rests_on += proof.checked(f"{kind} edit", f"{kind}.{k}.")
+        rests_on += proof.checked(f"{kind} edit", at(kind))
     if kind in ("k", "v", "k_rot", "pattern"):
-        rests_on += proof.checked("key groups", f"k.{k}.")
+        rests_on += proof.checked("key groups", at("k"))
     if tap.point.side == "seam":
         rests_on.append(("seam parity", "logits"))
-    if kind == "resid_post" and k is not None:
-        rests_on += proof.checked("chain", f"resid_post.{k}")
+    if kind == "resid_post" and tap.site.layer is not None:
+        rests_on += proof.checked("chain", str(tap.site))
     return "; ".join(proof.failure(name, site) for name, site in rests_on if not proof.holds(name, site))

@@ -19,13 +19,23 @@ LINEAR_OPS = {"linear", "addmm", "matmul", "__matmul__", "mm", "conv1d"}
 
 @dataclass(frozen=True)
 class SeamRecord:
-    """One call of the attention interface: the calling module and the nodes of q, k, v (key-value heads) and z."""
+    """One call of the attention interface: the calling module and the nodes of q, k, v (key-value heads) and z.
+
+    `call` is the module call in which it was made; `number` counts this module's calls of the interface in one forward,
+    None where there is one.
+    """
 
     path: str
+    call: int
     q: int
     k: int
     v: int
     z: int
+    number: int | None = None
+
+    def point(self, slot: str) -> Point:
+        """Where q, k, v, z or the pattern passes by."""
+        return Point(self.path, "seam", slot, self.number)
 
 
 def column_match(columns_of: Tensor, among: Tensor) -> Tensor | None:
@@ -87,7 +97,7 @@ def before_rotation(graph: OpGraph, mixer: int, rotated: int, *, source: int) ->
             match = column_match(flat, origin.value.reshape(batch * positions, -1))
             if match is not None:
                 index, slot = outputs[origin.index]
-                return Point(graph.calls[index].path, "out", slot), HeadColumns(match.view(heads, width))
+                return graph.point(index, "out", slot), HeadColumns(match.view(heads, width))
     return None
 
 

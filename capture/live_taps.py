@@ -48,12 +48,9 @@ class LiveRead:
     layout: Layout
     select: Callable[[Tensor], Tensor] | None = None
     keep_graph: bool = False
+    call: int | None = None
     fired: int = 0
     values: list[Tensor | Callable[[], Tensor]] = field(default_factory=list)
-
-    @property
-    def call(self) -> int | None:
-        return self.site.call
 
     def apply(self, tensor: Tensor, passing: Passing) -> Tensor:
         self.fired += 1
@@ -93,11 +90,8 @@ class LiveEdit:
     phase: int
     layout: Layout
     function: Callable[[Tensor, EditContext], Tensor]
+    call: int | None = None
     fired: int = 0
-
-    @property
-    def call(self) -> int | None:
-        return self.site.call
 
     def apply(self, tensor: Tensor, passing: Passing) -> Tensor:
         value = self.layout.present(tensor, passing)
@@ -115,14 +109,11 @@ class LivePatternRead:
     queries: Queries
     select: Callable[[Tensor], Tensor] | None = None
     keep_graph: bool = False
+    call: int | None = None
     slot: str = "pattern"
     phase: int = PHASE_THROUGH
     fired: int = 0
     values: list[Tensor | Callable[[], Tensor]] = field(default_factory=list)
-
-    @property
-    def call(self) -> int | None:
-        return self.site.call
 
     def apply(self, tensor: Tensor, passing: Passing) -> Tensor:
         self.fired += 1
@@ -142,13 +133,10 @@ class LivePatternEdit:
     heads: list[int] | None
     queries: Queries
     function: Callable[[Tensor, EditContext], Tensor]
+    call: int | None = None
     slot: str = "pattern"
     phase: int = PHASE_THROUGH
     fired: int = 0
-
-    @property
-    def call(self) -> int | None:
-        return self.site.call
 
     def apply(self, tensor: Tensor, passing: Passing) -> Tensor:
         rows = query_rows(self.queries, passing.call.query, self.site)

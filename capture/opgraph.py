@@ -8,13 +8,16 @@ every live view of the same storage, so that a value is never rewritten under a 
 Beware: compiled or scripted code is one opaque call, and hub kernels hide their inner ops.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
+
+from microtome.capture.anatomy import Point
 
 IN_PLACE_DUNDERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__"}
 
@@ -194,6 +197,15 @@ class OpGraph(TorchFunctionMode):
         call = self.calls[self._stack.pop()]
         call.outputs = {slot: self.node_of(tensor) for slot, tensor in elements(output)}
         call.last = len(self.nodes)
+
+    def point(self, call: int, side: Literal["in", "out"], slot: int | str | None) -> Point:
+        """Where an argument or output of one module call passes by."""
+        path = self.calls[call].path
+        return Point(path, side, slot, self.calls[call].number if self._numbers[path] > 1 else None)
+
+    def calls_before(self, call: int) -> dict[str, int]:
+        """How often each module was called before one module call."""
+        return dict(Counter(earlier.path for earlier in self.calls[:call]))
 
     def arguments(self, call: Call) -> tuple[tuple, dict[str, Any]]:
         """The call's arguments as they were, tensors as fresh copies."""

@@ -4,7 +4,8 @@ These are deliberately not the taps of `microtome.capture.taps`: a proof by the 
 prove little. They are set, used for one or a few calls, and removed.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,8 +16,12 @@ from microtome.capture.opgraph import elements
 
 
 @contextmanager
-def plain_hooks(model: nn.Module, hooks: dict[Point, Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
+def plain_hooks(
+    model: nn.Module, hooks: dict[Point, Callable[[Tensor], Tensor | None]], *, calls_before: Mapping[str, int] = {}
+) -> Iterator[None]:
     """Run each point's function on the tensor that passes there; a returned tensor replaces it, None leaves it.
+
+    A point with a call number is met at that call alone, counted from `calls_before` (by module path; 0 if absent).
 
     Raises:
         KeyError: a point names an argument or output element that the module's call did not have.
@@ -24,12 +29,19 @@ def plain_hooks(model: nn.Module, hooks: dict[Point, Callable[[Tensor], Tensor |
     with ExitStack() as handles:
         for point, function in hooks.items():
             module = model.get_submodule(point.module)
+            if point.call is not None:
+                function = _at_call(point.call - calls_before.get(point.module, 0), function)
             if point.side == "in":
                 hook = module.register_forward_pre_hook(_on_input(point, function), with_kwargs=True)
             else:
                 hook = module.register_forward_hook(_on_output(point, function))
             handles.callback(hook.remove)
         yield
+
+
+def _at_call(wanted: int, function: Callable) -> Callable:
+    numbers = itertools.count()
+    return lambda value: function(value) if next(numbers) == wanted else None
 
 
 def _on_input(point: Point, function: Callable) -> Callable:

@@ -17,6 +17,8 @@ Limits: exact where bits must agree, 1e-5 (sums) and 1e-4 (edits) of the largest
 float32 and float64, 2e-2 in half precision. Wrong sites miss by 0.1 and more.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from microtome.capture.anatomy import Block, HeadColumns, Identity, Point, Tap
+from microtome.capture.anatomy import TERM_OF_ROLE, Block, HeadColumns, Identity, Point, Tap
 from microtome.capture.attention_seam import SeamCall
 from microtome.capture.opgraph import elements, map_tensors
 from microtome.capture.padding import call_options
@@ -46,14 +48,15 @@ class Proof:
     def __init__(self, model: nn.Module, blocks: list[Block], taps: list[Tap], tail: Tail, batch: dict[str, Any]):
         self.model, self.blocks, self.tail, self.batch = model, blocks, tail, batch
         self.record: list[Identity] = []
+        self._whole: dict[str, str] = {}
         self.points = list(dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side != "seam")]))
         self.taps = {tap.site: tap for tap in taps}
         self.sums, self.edits = (1e-5, 1e-4) if _is_full(model) else (2e-2, 2e-2)
         self._forward()
         self._check_whole()
-        for k in range(len(blocks)):
-            self._check_block(k)
-            self._check_heads(k)
+        for block in blocks:
+            self._check_block(block)
+            self._check_heads(block)
         self._check_tail()
 
     def holds(self, name: str, site: str) -> bool:
@@ -61,10 +64,8 @@ class Proof:
         return any(i.holds for i in self.record if i.name == name and i.site == site)
 
     def checked(self, name: str, site: str) -> list[tuple[str, str]]:
-        """Every check of an identity at sites that begin so, as (name, site)."""
-        return [
-            (i.name, i.site) for i in self.record if i.name == name and f"{i.site}.".startswith(site.rstrip(".") + ".")
-        ]
+        """Every check of an identity at a site or its heads, as (name, site)."""
+        return [(i.name, i.site) for i in self.record if i.name == name and self._whole.get(i.site) == site]
 
     def failure(self, name: str, site: str) -> str:
         """One sentence on why an identity does not hold at a site."""
@@ -76,7 +77,12 @@ class Proof:
 
     def label(self, point: Point) -> str:
         """How a point is named in the record."""
-        return f"{point.module or 'model'} {point.side}{'' if point.slot is None else f' {point.slot}'}"
+        slot = "" if point.slot is None else f" {point.slot}"
+        return f"{point.module or 'model'} {point.side}{slot}{'' if point.call is None else f', call {point.call}'}"
+
+    def seam_label(self, point: Point) -> str:
+        """How a call of the attention interface is named in the record."""
+        return f"attention interface of {point.module}{'' if point.call is None else f', call {point.call}'}"
 
     def _stream_points(self) -> list[Point]:
         points = []
@@ -85,7 +91,9 @@ class Proof:
             points += [c.projection for c in block.contributions if c.projection is not None]
         return points
 
-    def _note(self, name: str, site: object, error: int | float, limit: float, note: str = "") -> None:
+    def _note(self, name: str, site: Site | str, error: int | float, limit: float, note: str = "") -> None:
+        if isinstance(site, Site):
+            self._whole[str(site)] = str(site.whole)
         self.record.append(Identity(name, str(site), float(error), limit, bool(error <= limit), note))
 
     def _forward(self) -> None:
@@ -93,7 +101,9 @@ class Proof:
         options = call_options(self.model)
         self.values: dict[Point, Tensor] = {}
         self.counts = dict.fromkeys(self.points, 0)
-        self.arguments: dict[str, tuple[tuple, dict]] = {}
+        self.arguments: dict[tuple[str, int], tuple[tuple, dict]] = {}
+        self.calls_before: dict[tuple[str, int], dict[str, int]] = {}
+        made: Counter[str] = Counter()
 
         def keep(point: Point) -> Callable[[Tensor], Tensor]:
             def hook(x: Tensor) -> Tensor:
@@ -103,16 +113,20 @@ class Proof:
 
             return hook
 
-        def keep_arguments(path: str) -> Callable[..., None]:
+        def count(path: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                self.arguments[path] = map_tensors((args, dict(kwargs)), lambda t: t.detach().clone())
+                if path in blocks:
+                    self.arguments[path, made[path]] = map_tensors((args, dict(kwargs)), lambda t: t.detach().clone())
+                    self.calls_before[path, made[path]] = dict(made)
+                made[path] += 1
 
             return hook
 
         self.plain = self._output(self.model(**self.batch, **options))
+        blocks = {block.path for block in self.blocks}
+        counted = sorted(blocks | {point.module for point in self.points})
         handles = [
-            self.model.get_submodule(b.path).register_forward_pre_hook(keep_arguments(b.path), with_kwargs=True)
-            for b in self.blocks
+            self.model.get_submodule(path).register_forward_pre_hook(count(path), with_kwargs=True) for path in counted
         ]
         with plain_hooks(self.model, {point: keep(point) for point in self.points}):
             hooked = self._output(self.model(**self.batch, **options))
@@ -129,8 +143,10 @@ class Proof:
     def _check_whole(self) -> None:
         for point, count in self.counts.items():
             self._note("fires", self.label(point), abs(count - 1), 0.0, f"{count} calls in one forward")
-        for k, (a, b) in enumerate(zip(self.blocks, self.blocks[1:], strict=False)):
-            self._note("chain", f"resid_post.{k}", _largest(self.values[a.exit] - self.values[b.entry]), 0.0)
+        for a, b in itertools.pairwise(self.blocks):
+            if a.stack == b.stack:
+                gap = _largest(self.values[a.exit] - self.values[b.entry])
+                self._note("chain", a.site("resid_post"), gap, 0.0)
 
     def _formula(self, block: Block, entry: Tensor, contributions: list[Tensor]) -> Tensor:
         x = entry
@@ -144,20 +160,20 @@ class Proof:
         return x
 
     def _replay(self, block: Block, hooks: dict[Point, Callable]) -> Tensor:
-        args, kwargs = map_tensors(self.arguments[block.path], Tensor.clone)
-        with plain_hooks(self.model, hooks):
+        which = (block.path, block.call or 0)
+        args, kwargs = map_tensors(self.arguments[which], Tensor.clone)
+        with plain_hooks(self.model, hooks, calls_before=self.calls_before[which]):
             output = self.model.get_submodule(block.path)(*args, **kwargs)
         return dict(elements(output))[block.exit.slot]
 
-    def _check_block(self, k: int) -> None:
-        block = self.blocks[k]
+    def _check_block(self, block: Block) -> None:
         if not block.contributions:
             return
         entry, exit = self.values[block.entry], self.values[block.exit]
         terms = [self.values[c.point] for c in block.contributions]
-        self._note("sum", f"resid_post.{k}", _relative(self._formula(block, entry, terms), exit), self.sums)
+        self._note("sum", block.site("resid_post"), _relative(self._formula(block, entry, terms), exit), self.sums)
         for i, contribution in enumerate(block.contributions):
-            site = f"{'attn' if contribution.role == 'mixer' else 'mlp'}_out.{k}"
+            site = block.site(TERM_OF_ROLE[contribution.role])
             noise = torch.randn(terms[i].shape, generator=torch.Generator().manual_seed(2 + i)).to(terms[i])
             changed = [t + noise * t.abs().mean() if j == i else t for j, t in enumerate(terms)]
             hooks = {c.point: lambda x, new=changed[j]: new.clone() for j, c in enumerate(block.contributions)}
@@ -166,34 +182,34 @@ class Proof:
             share = float(terms[i].float().norm() / exit.float().norm())
             self._note("not empty", site, max(0.0, 1e-3 - share), 0.0, f"{share:.3g} of the stream's norm")
 
-    def _check_heads(self, k: int) -> None:
-        block = self.blocks[k]
-        out = self.taps.get(Site("head_out", k))
+    def _check_heads(self, block: Block) -> None:
+        out = self.taps.get(block.site("head_out"))
         mixer = next((c for c in block.contributions if c.role == "mixer"), None)
         if out is None or mixer is None or mixer.projection is None:
             return
         x = self.values[mixer.projection]
         weight, bias = affine_map(self.model.get_submodule(out.point.module), x.shape[-1], like=x)
         total = sum(x[..., columns] @ weight[columns] for columns in out.heads.columns) + bias
-        self._note("head sum", f"z.{k}", _relative(total, self.values[out.point]), self.sums)
-        self._check_causality(k, block, mixer.projection, x, out.heads)
-        if len(block.seams) == 1:
-            self._check_seam(k, block, mixer.projection, x, out.heads)
+        self._note("head sum", block.site("z"), _relative(total, self.values[out.point]), self.sums)
+        self._check_causality(block, mixer.projection, x, out.heads)
+        if (pattern := self.taps.get(block.site("pattern"))) is not None:
+            self._check_seam(block, pattern.point, mixer.projection, x, out.heads)
 
-    def _check_causality(self, k: int, block: Block, into: Point, x: Tensor, heads: HeadColumns) -> None:
+    def _check_causality(self, block: Block, into: Point, x: Tensor, heads: HeadColumns) -> None:
         """Halve one head inside the attention op; only its columns of the projection's input may move."""
         for head in sorted({0, 1 % heads.heads, heads.heads - 1}):
-            with HalvedHead(head, heads.heads) as halved:
+            site = replace(block.site("z"), head=head)
+            with HalvedHead(head, heads.heads, len(x)) as halved:
                 moved = self._moved(block, into, x)
             own = torch.zeros_like(moved)
             own[heads.columns[head].to(own.device)] = True
             wrong = int((moved & ~own).sum())
             hit = bool((moved & own).any())
             if not halved.done:
-                self._note("head causality", f"z.{k}.{head}", 1, 0.0, "no attention op with this many heads was seen")
+                self._note("head causality", site, 1, 0.0, "no attention op with this many heads was seen")
             else:
                 note = f"moved {int(moved.sum())} columns, {wrong} of them not of head {head}"
-                self._note("head causality", f"z.{k}.{head}", wrong if hit else 1, 0.0, note)
+                self._note("head causality", site, wrong if hit else 1, 0.0, note)
 
     def _moved(self, block: Block, into: Point, x: Tensor) -> Tensor:
         """Which columns of the projection's input differ from the recorded ones when the block runs now."""
@@ -201,27 +217,29 @@ class Proof:
         self._replay(block, {into: lambda t: seen.append(t.detach().clone())})
         return ((seen[0] - x).abs().flatten(0, -2).amax(0) > 1e-6 * x.abs().max()).view(-1)
 
-    def _check_seam(self, k: int, block: Block, into: Point, x: Tensor, heads: HeadColumns) -> None:
-        (path,) = block.seams
+    def _check_seam(self, block: Block, at: Point, into: Point, x: Tensor, heads: HeadColumns) -> None:
+        path, number = at.module, at.call
         calls = self.seams.get(path, [])
-        self._note("fires", f"attention interface of {path}", abs(len(calls) - 1), 0.0, f"{len(calls)} calls")
-        if len(calls) != 1:
+        is_there = len(calls) == 1 if number is None else number < len(calls)
+        self._note("fires", self.seam_label(at), not is_there, 0.0, f"{len(calls)} calls")
+        if not is_there:
             return
-        z = self.taps.get(Site("z", k))
+        calls = calls[number or 0 :]
+        z = self.taps.get(block.site("z"))
         if z is not None and z.point.side == "seam":
             is_alike = x[..., heads.columns].shape == calls[0].z.shape
             error = _largest(x[..., heads.columns] - calls[0].z) if is_alike else 1.0
-            self._note("seam parity", f"z.{k}", error, 0.0, f"{calls[0].z.shape[2]} heads at the attention interface")
+            self._note("seam parity", block.site("z"), error, 0.0, f"{calls[0].z.shape[2]} heads at the attention interface")
         groups = calls[0].query.shape[1] // calls[0].key.shape[1]
         if calls[0].query.shape[1] == heads.heads:
-            self._check_key_groups(k, block, path, into, x, heads, groups)
+            self._check_key_groups(block, path, into, x, heads, groups)
         for kind, before in (("q", calls[0].query), ("k", calls[0].key), ("v", calls[0].value)):
-            tap = self.taps.get(Site(kind, k))
+            tap = self.taps.get(block.site(kind))
             if tap is not None and tap.heads is not None:
-                self._check_columns(k, kind, block, path, tap, before)
+                self._check_columns(kind, block, path, tap, before)
 
     def _check_key_groups(
-        self, k: int, block: Block, path: str, into: Point, x: Tensor, heads: HeadColumns, group: int
+        self, block: Block, path: str, into: Point, x: Tensor, heads: HeadColumns, group: int
     ) -> None:
         module = self.model.get_submodule(path)
         count = heads.heads // group
@@ -237,9 +255,9 @@ class Proof:
             found = {h for h in range(heads.heads) if moved[heads.columns[h].to(moved.device)].any()}
             expected = set(range(j * group, (j + 1) * group))
             note = f"halving key head {j} moved z heads {sorted(found)}, expected {sorted(expected)}"
-            self._note("key groups", f"k.{k}.{j}", len(found ^ expected), 0.0, note)
+            self._note("key groups", replace(block.site("k"), head=j), len(found ^ expected), 0.0, note)
 
-    def _check_columns(self, k: int, kind: str, block: Block, path: str, tap: Tap, before: Tensor) -> None:
+    def _check_columns(self, kind: str, block: Block, path: str, tap: Tap, before: Tensor) -> None:
         for head in sorted({0, tap.heads.heads - 1}):
             columns = tap.heads.columns[head]
 
@@ -255,12 +273,12 @@ class Proof:
             moved = (after - before).abs().amax(dim=(0, 2, 3)) > 1e-6 * before.abs().max()
             wrong = int(moved.sum()) - int(moved[head])
             note = f"moved heads {moved.nonzero().flatten().tolist()} at the attention interface"
-            self._note(f"{kind} edit", f"{kind}.{k}.{head}", wrong if moved[head] else 1, 0.0, note)
+            self._note(f"{kind} edit", replace(block.site(kind), head=head), wrong if moved[head] else 1, 0.0, note)
 
     def _check_tail(self) -> None:
         if self.tail.unembedding is None or self.tail.reason:
             return
-        last = self.values[self.blocks[-1].exit]
+        last = self.values[[block for block in self.blocks if not block.stack][-1].exit]
         normed = self.model.get_submodule(self.tail.norm.module)(last) if self.tail.norm else last
         logits = self.model.get_submodule(self.tail.unembedding)(normed) * self.tail.factor
         if self.tail.cap is not None:
@@ -270,11 +288,12 @@ class Proof:
 
 class HalvedHead(TorchFunctionMode):
     """Halves one head inside the first attention op it sees: the queries of `scaled_dot_product_attention`, or the
-    probabilities after a 4-D softmax. `done` tells whether there was one with that many heads."""
+    probabilities after a softmax `[batch, head, query, key]` or `[batch * head, query, key]`. `done` tells whether there
+    was one with that many heads."""
 
-    def __init__(self, head: int, heads: int):
+    def __init__(self, head: int, heads: int, batch: int):
         super().__init__()
-        self.head, self.heads, self.done = head, heads, False
+        self.head, self.heads, self.batch, self.done = head, heads, batch, False
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -292,6 +311,10 @@ class HalvedHead(TorchFunctionMode):
             self.done = True
             output = output.clone()
             output[:, self.head] *= 0.5
+        elif is_softmax and output.ndim == 3 and len(output) == self.batch * self.heads:
+            self.done = True
+            output = output.clone()
+            output[self.head :: self.heads] *= 0.5
         return output
 
 

@@ -32,6 +32,8 @@ KINDS: dict[str, Kind] = {
     "resid_post": Kind(True, False, "batch position d_model", "residual stream leaving a block"),
     "attn_out": Kind(True, False, "batch position d_model", "what the mixer adds to the stream (after its post-norm)"),
     "mlp_out": Kind(True, False, "batch position d_model", "what the MLP adds to the stream (after its post-norm)"),
+    "cross_out": Kind(True, False, "batch position d_model", "what attention to another sequence adds to the stream"),
+    "extra_out": Kind(True, False, "batch position d_model", "what a further input adds at its own position"),
     "mlp_act": Kind(True, False, "batch position d_mlp", "input of the MLP's last linear map: the neurons"),
     "q": Kind(True, True, "batch position head d_head", "queries after any query norm, before rotation"),
     "k": Kind(True, True, "batch position head d_head", "keys after any key norm, before rotation; key-value heads"),

@@ -39,7 +39,7 @@ def find_tail(graph: OpGraph, chain: Chain, norms: Norms) -> Tail:
     """The tail of the recorded model: see the module's docstring."""
     root = graph.calls[0]
     slot, output = next((s, n) for s, n in root.outputs.items() if graph.nodes[n].value.is_floating_point())
-    point = Point(root.path, "out", slot)
+    point = graph.point(0, "out", slot)
     last = graph.source(chain.exit_node(graph, len(chain.calls) - 1))
     factor, cap, index = _unscaled(graph, output)
     node = graph.nodes[index]
@@ -58,11 +58,11 @@ def find_tail(graph: OpGraph, chain: Chain, norms: Norms) -> Tail:
 
 def _norm_between(graph: OpGraph, last: int, index: int, norms: Norms) -> Point | None:
     node = graph.source(index)
-    for call in graph.calls:
+    for number, call in enumerate(graph.calls):
         for slot, made in call.outputs.items():
             inputs = [n for n in call.inputs.values() if graph.source(n) == last]
             if graph.source(made) == node and inputs and norms.is_norm(call, graph.nodes[inputs[0]].value):
-                return Point(call.path, "out", slot)
+                return graph.point(number, "out", slot)
     return None
 
 
@@ -106,5 +106,5 @@ def token_embedding(graph: OpGraph, ids: Tensor | None) -> Point | None:
             call = graph.calls[node.call]
             is_lookup = indices.numel() == ids.numel() and indices.flatten().equal(ids.flatten())
             if is_lookup and list(call.outputs) == [None]:
-                return Point(call.path, "out", None)
+                return graph.point(node.call, "out", None)
     return None

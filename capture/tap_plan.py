@@ -119,7 +119,7 @@ def plan_taps(
     for modules in placed.at.values():
         for taps in modules.values():
             taps.sort(key=lambda tap: tap.phase)
-    names_calls = any(site.call is not None for site in (*placed.reads, *placed.edits))
+    names_calls = any(tap.call is not None for side in placed.at.values() for taps in side.values() for tap in taps)
     entrances = {model, getattr(model, "base_model", model)} if names_calls else set()
     return TapPlan(placed.at, placed.reads, placed.edits, frozenset(entrances))
 
@@ -157,7 +157,7 @@ class _Places:
         tap = self.anatomy.tap(site)
         queries = _checked_queries(site, read.queries)
         if queries is not None:
-            live = LivePatternRead(site, _heads_of(site), queries, read.select, read.keep_graph)
+            live = LivePatternRead(site, _heads_of(site), queries, read.select, read.keep_graph, tap.point.call)
         else:
             if read.keep_graph and site.kind == "resid_mid" and tap.through is not None:
                 raise ValueError(
@@ -165,7 +165,7 @@ class _Places:
                     f"input, not the trunk. Read {tap.through}: its gradient is {tap.factor:g} times that of {site}."
                 )
             layout, phase = _layout(tap, site.head)
-            live = LiveRead(site, tap.point.slot, phase, layout, read.select, read.keep_graph)
+            live = LiveRead(site, tap.point.slot, phase, layout, read.select, read.keep_graph, tap.point.call)
         self.reads[site] = live
         self._place(tap.point, live)
 
@@ -174,13 +174,13 @@ class _Places:
         point, function = tap.point, with_context(edit.function)
         queries = _checked_queries(site, edit.queries)
         if queries is not None:
-            live = LivePatternEdit(site, _heads_of(site), queries, function)
+            live = LivePatternEdit(site, _heads_of(site), queries, function, point.call)
         elif site.kind == "resid_mid" and tap.through is not None:
             point = self.anatomy.tap(tap.through).point
-            live = LiveEdit(site, point.slot, PHASE_ABOVE, self._stream_between(tap, point), function)
+            live = LiveEdit(site, point.slot, PHASE_ABOVE, self._stream_between(tap, point), function, point.call)
         else:
             layout, phase = _layout(tap, site.head)
-            live = LiveEdit(site, point.slot, phase, layout, function)
+            live = LiveEdit(site, point.slot, phase, layout, function, point.call)
         self.edits[site] = live
         self._place(point, live)
 
@@ -210,7 +210,7 @@ class _Places:
 
     def _remember(self, point: Point) -> Remember:
         if point not in self.remembered:
-            self.remembered[point] = Remember(point.slot)
+            self.remembered[point] = Remember(point.slot, call=point.call)
             self._place(point, self.remembered[point])
         return self.remembered[point]
 

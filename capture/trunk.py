@@ -48,15 +48,22 @@ class Step:
 
 @dataclass(frozen=True)
 class Chain:
-    """Consecutive block calls and the slots by which the stream enters and leaves them."""
+    """Consecutive block calls and the slots by which the stream enters and leaves them; "" names the main stack."""
 
     calls: tuple[int, ...]
     entry: int | str
     exit: int | str | None
+    stack: str = ""
 
     def entry_node(self, graph: OpGraph, k: int) -> int:
         """Node of the stream entering block k."""
         return graph.calls[self.calls[k]].inputs[self.entry]
+
+    def label(self, graph: OpGraph, k: int) -> tuple[int, int | None]:
+        """Number of block k's module in the stack, and of its call where modules run several times."""
+        paths = list(dict.fromkeys(graph.calls[i].path for i in self.calls))
+        here = graph.calls[self.calls[k]]
+        return paths.index(here.path), graph.point(self.calls[k], "out", None).call
 
     def exit_node(self, graph: OpGraph, k: int) -> int:
         """Node of the stream leaving block k."""
