@@ -5,6 +5,7 @@ code 2.
 """
 
 import sys
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from microtome.app.config import DemoConfig
 
@@ -31,8 +33,18 @@ def _option(name: str, *flags: str) -> typer.models.OptionInfo:
     )
 
 
+def _shown_version(wanted: bool | None) -> None:
+    if wanted:
+        print(installed_version("microtome"))
+        raise typer.Exit
+
+
 @app.callback()
-def _microtome() -> None:
+def _microtome(
+    version: Annotated[
+        bool | None, typer.Option("--version", callback=_shown_version, is_eager=True, help="print the version")
+    ] = None,
+) -> None:
     """Cut thin slices out of any transformer while it runs."""
 
 
@@ -68,6 +80,8 @@ def demo(
 def _settings(config: Path | None, given: dict) -> DemoConfig:
     held: dict = {}
     if config is not None:
+        if not config.is_file():
+            raise FileNotFoundError(f"there is no settings file {config}; the working directory is {Path.cwd()}.")
         try:
             held = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
         except yaml.YAMLError as error:
@@ -85,13 +99,21 @@ class _user_errors:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, ValidationError):
-            lines = [f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()]
-            _fail("; ".join(lines))
+            _fail("; ".join(_sentence(e) for e in error.errors()))
         if isinstance(error, (ValueError, KeyError, IndexError, TypeError, FileNotFoundError, FileExistsError)):
             while trace.tb_next is not None:
                 trace = trace.tb_next
             if trace.tb_frame.f_globals.get("__name__", "").startswith("microtome."):  # a check of ours, not a crash
                 _fail(error.args[0] if isinstance(error, KeyError) else str(error))
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """One of pydantic's errors in words of the command line."""
+    option = "--" + "-".join(str(part).replace("_", "-") for part in error["loc"])
+    said = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"{option[2:]!r} is no setting; there are {', '.join(_FIELDS)}"
+    return said if option == "--" else f"{option} {error.get('input')!r}: {said[0].lower()}{said[1:]}"
 
 
 def _fail(message: str) -> None:

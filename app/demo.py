@@ -7,8 +7,10 @@ probe directions, figures, and one HTML page that opens offline.
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -22,6 +24,8 @@ from microtome.data.table import read_table, table_sha256
 from microtome.data.text_groups import text_groups
 from microtome.data.toy import toy_sentiment
 from microtome.figures.report import Section, html_report
+from microtome.probes.folds import grouped_folds, nested_folds
+from microtome.probes.groups import group_codes
 from microtome.probes.sweep import Sweep, sweep
 
 if TYPE_CHECKING:
@@ -57,14 +61,15 @@ def demo_data(config: DemoConfig) -> pd.DataFrame:
         return sentiment(per_domain=per_domain, seed=config.seed)
     if config.data == "toy":
         return toy_sentiment(min(config.texts, 200), seed=config.seed)
-    table = read_table(config.data, text=config.text_column, label=config.label_column, group=config.group_column)
+    group = None if config.group_column == "texts" else config.group_column
+    table = read_table(config.data, text=config.text_column, label=config.label_column, group=group)
     values = sorted(table["label"].unique())
     if len(values) != 2:
         raise ValueError(
             f"{config.data}: column {config.label_column!r} has {len(values)} values ({values[:5]}); a probe map "
             "needs two."
         )
-    table = table.assign(label=table["label"] == values[1])
+    table = table.assign(label=table["label"] == values[1], class_name=table["label"].astype(str))
     if "group" not in table:
         table = table.assign(group=text_groups(table["text"].tolist()))
     return table if len(table) <= config.texts else table.sample(config.texts, random_state=config.seed).sort_index()
@@ -88,6 +93,7 @@ def run_demo(config: DemoConfig, *, as_json: bool = False) -> DemoResult:
         started = time.perf_counter()
 
     table = demo_data(config).reset_index(drop=True)
+    _check_folds(table, config)
     took("data")
     loaded = load_model(config.model)
     took("load")
@@ -124,12 +130,25 @@ def run_demo(config: DemoConfig, *, as_json: bool = False) -> DemoResult:
     write_run(run, config, loaded, table, activations.provenance, result, seconds)
     took("report")
     run.record(seconds=seconds)
+    replaced = run.path.with_name(f".{run.path.name}.previous")
     if as_json:
         print(json.dumps({"run": str(run.path), "seconds": seconds, "best": _records(result.best(SHOWN))}))
     else:
         print_best(console, result)
-        console.print(f"{sum(seconds.values()):.0f} s in all. Report: [bold]{run.path / 'report.html'}[/bold]")
+        console.print(
+            f"{sum(seconds.values()):.0f} s in all. Report: [bold]{_from_here(run.path) / 'report.html'}[/bold]"
+        )
+        if replaced.is_dir():
+            console.print(f"The run of this name before it is kept in {_from_here(replaced)}.")
     return DemoResult(run, result, seconds)
+
+
+def _check_folds(table: pd.DataFrame, config: DemoConfig) -> None:
+    """Raise now what the sweep would raise after the capture: leaking groups, too few of them for the folds."""
+    labels = table["label"].to_numpy().astype(np.int64)
+    codes = group_codes(table["group"], n_rows=len(table), texts=table["text"])
+    test = grouped_folds(labels, codes, folds=config.folds, seed=config.seed)
+    nested_folds(labels, codes, test, folds=config.inner_folds, seed=config.seed)
 
 
 def write_run(
@@ -156,6 +175,8 @@ def write_run(
 
 def _data_facts(config: DemoConfig, table: pd.DataFrame) -> dict[str, str | int]:
     facts: dict[str, str | int] = {"source": config.data, "rows": len(table), "table_sha256": table_sha256(table)}
+    if "class_name" in table:
+        facts["positive_class"] = str(table.loc[table["label"], "class_name"].iloc[0])
     if config.data == "sentiment":
         facts |= {"package": SENTIMENT_ARCHIVE.requirement, "archive_sha256": SENTIMENT_ARCHIVE.sha256}
     return facts
@@ -185,16 +206,19 @@ def demo_report(
     sections = [
         Section("Which heads", _HEADS, figures["head_map"], _MAP, _kind(result.table, "z"), "heads"),
         Section("Which layers", _LAYERS, figures["layer_curve"], _CURVE, _kind(result.table, "resid_post"), "layers"),
-        Section(
-            "Texts that the best site gets most wrong", _WRONG, table=_most_wrong(result, table), table_name="wrong"
-        ),
+        Section("Texts that the best site gets wrong", _WRONG, table=_most_wrong(result, table), table_name="wrong"),
         Section("What it took", table=pd.DataFrame({"step": list(seconds), "seconds": list(seconds.values())})),
     ]
+    positive = (
+        ", ".join(sorted({str(c) for c in table.loc[table["label"].astype(bool), "class_name"]}))
+        if ("class_name" in table)
+        else "True"
+    )
     lead = (
         f"A linear probe at every layer's residual stream and every head of {loaded.provenance.name}, at the "
         f"{config.position} token of {len(table)} texts ({config.data}). Scores are out of fold, folds keep groups "
         "together, the penalty's strength is chosen inside each fold; intervals are from a bootstrap over groups, and "
-        "beside every site stands the same pipeline on shuffled labels."
+        f"beside every site stands the same pipeline on shuffled labels. Scores above 0 speak for the class {positive}."
     )
     return html_report(
         f"{config.data}: probe map of {config.model}",
@@ -202,7 +226,7 @@ def demo_report(
         lead=lead,
         headline=headline,
         provenance=run.provenance,
-        command=f"microtome demo --config {run.path.name}/config.yaml",
+        command=f"microtome demo --config {_from_here(run.path)}/config.yaml",
     )
 
 
@@ -229,6 +253,11 @@ def _said(row: pd.Series | None) -> str:
     )
 
 
+def _from_here(path: Path) -> Path:
+    """The path as one would type it in the folder in which the run was made."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:
     return table[table["kind"] == kind].reset_index(drop=True)
 
@@ -238,8 +267,10 @@ def _most_wrong(result: Sweep, table: pd.DataFrame) -> pd.DataFrame:
     label = table["label"].to_numpy(dtype=bool)
     score = pd.Series(result.scores[best])
     shown = table.assign(score=score.round(2), wrong_by=score.where(~label, -score))
-    columns = [c for c in ("text", "label", "score", "domain", "rating") if c in shown]
-    return shown.sort_values("wrong_by", ascending=False)[columns].head(15).reset_index(drop=True)
+    shown = shown[shown["wrong_by"] > 0].sort_values("wrong_by", ascending=False)
+    label_column = "class_name" if "class_name" in shown else "label"
+    columns = [c for c in ("text", label_column, "score", "domain", "rating") if c in shown]
+    return shown[columns].head(15).reset_index(drop=True)
 
 
 def _records(table: pd.DataFrame) -> list[dict]:

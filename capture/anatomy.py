@@ -164,7 +164,7 @@ class Identity:
     note: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Anatomy:
     """A model's parts, its offered sites, and the proof.
 
@@ -197,6 +197,14 @@ class Anatomy:
     logits_factor: float = 1.0
     logits_cap: float | None = None
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        held = sum(identity.holds for identity in self.proof)
+        kinds = dict.fromkeys(str(replace(s, layer=None, call=None)) for s in self.sites)
+        return (
+            f"Anatomy({self.model_class}: {self.layers} layers, d_model {self.d_model}, {held} of {len(self.proof)} "
+            f"identities hold; {len(self.taps)} sites: {', '.join(kinds)}; {len(self.unavailable)} not available)"
+        )
 
     @property
     def layers(self) -> int:

@@ -144,9 +144,7 @@ def _moves(graph: OpGraph, chain: Chain, k: int, walk: Walk, changed: int | str)
     return answers
 
 
-def _add_terms(
-    parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles: list[Role], block: int
-) -> None:
+def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles: list[Role], block: int) -> None:
     by_role = {role: [i for i, found in enumerate(roles) if found == role] for role in TERM_OF_ROLE}
     mixers, mlps = by_role["mixer"], by_role["mlp"]
     for role, found in by_role.items():
@@ -178,7 +176,9 @@ def _add_resid_mid(
 ) -> None:
     site = parts.block.site("resid_mid")
     if len(mixers) != 1 or len(mlps) != 1:
-        parts.refuse("resid_mid", f"block {parts.block.path} has {len(mixers)} mixers and {len(mlps)} MLPs, not 1 and 1")
+        parts.refuse(
+            "resid_mid", f"block {parts.block.path} has {len(mixers)} mixers and {len(mlps)} MLPs, not 1 and 1"
+        )
         return
     if parts.block.is_parallel:
         parts.refuse("resid_mid", "attention and MLP are added in parallel; there is no stream between them")

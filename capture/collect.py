@@ -75,12 +75,13 @@ def capture(
 
     Raises:
         KeyError, IndexError: a site that this model does not offer (with the reason), or out of range.
-        ValueError: a bad text or position (naming the row), NaN or infinity in what is kept, overflow of `dtype`,
-            labels of another length.
-        TypeError: texts or positions of no accepted kind.
+        ValueError: a module in training mode, a bad text or position (naming the row), NaN or infinity in what is
+            kept, overflow of `dtype`, labels of another length.
+        TypeError: texts, positions, sites or labels of no accepted kind.
     """
     loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model, name=type(model).__name__)
     module = loaded.module
+    _check_settings(module, sites, labels)
     encoded = encode_texts(
         texts,
         loaded.tokenizer,
@@ -113,6 +114,20 @@ def capture(
         "torch_threads": torch.get_num_threads(),
     }
     return Activations(_with_labels(table, labels, n_texts), run.tensors(), provenance)
+
+
+def _check_settings(module: nn.Module, sites: Any, labels: Any) -> None:
+    """Raise for what would give random activations, or an error that says nothing."""
+    if training := [path or type(module).__name__ for path, part in module.named_modules() if part.training]:
+        raise ValueError(
+            f"{training[0]} is in training mode, where dropout makes activations random. Call model.eval() first."
+        )
+    if not isinstance(sites, (str, Site, Iterable)):
+        raise TypeError(f"sites={sites!r}: give a name such as 'z', or a list such as ['resid_post', 'z.5'].")
+    if labels is not None and not isinstance(labels, (Mapping, pd.DataFrame)):
+        raise TypeError(
+            f"labels is a {type(labels).__name__}; give columns by name, with one entry per text: {{'label': [1, 0]}}."
+        )
 
 
 class _Run:

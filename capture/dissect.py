@@ -183,7 +183,7 @@ def _first_tensor(output: object) -> Tensor:
 
 
 def _stacks(graph: OpGraph) -> list[Chain]:
-    """Every chain of blocks: first the main one, whose end reaches the model's output, then the others with their names.
+    """Every chain of blocks: first the main one, whose end reaches the model's output, then the others, named.
 
     A chain whose end goes into another chain that reaches the output (an encoder) is not the main one; of those left
     the heaviest is.
@@ -197,8 +197,8 @@ def _stacks(graph: OpGraph) -> list[Chain]:
     last = [i for i in reaching if not any(ends[i] in behind[j] for j in reaching if j != i)]
     if not last:
         raise NotDissectable(
-            f"{type(graph.model).__name__} has no chain of blocks: modules of one class in one container, each of which "
-            "takes the tensor [batch, position, width] that the one before returned, on the way to the output."
+            f"{type(graph.model).__name__} has no chain of blocks: modules of one class in one container, each of "
+            "which takes the tensor [batch, position, width] that the one before returned, on the way to the output."
         )
     main = chains[last[0]]
     others = [chain for chain in chains if chain is not main and len(chain.calls) > 1]
@@ -214,8 +214,14 @@ def _stack_names(graph: OpGraph, main: Chain, others: list[Chain]) -> list[str]:
         parts = [part for part in graph.calls[chain.calls[0]].path.split(".") if not part.isdigit()]
         start = next((i for i, part in enumerate(parts) if main_parts[i : i + 1] != [part]), 0)
         taken = {"", *names, *KINDS}
-        name = next(("_".join(parts[start:end]) for end in range(start + 1, len(parts) + 1)
-                     if "_".join(parts[start:end]) not in taken), "")
+        name = next(
+            (
+                "_".join(parts[start:end])
+                for end in range(start + 1, len(parts) + 1)
+                if "_".join(parts[start:end]) not in taken
+            ),
+            "",
+        )
         names.append(name or f"stack_{len(names) + 1}")
     return names
 
@@ -260,6 +266,7 @@ _RESTS_ON = {
 
 def _refusal(tap: Tap, proof: Proof) -> str:
     """Why a site is not offered, or an empty string if every identity it rests on held."""
+
     def at(kind: str) -> str:
         return str(replace(tap.site, kind=kind))
 

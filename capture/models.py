@@ -21,7 +21,7 @@ from microtome.capture.model_location import ModelLocation, locate
 from microtome.capture.provenance import Provenance, special_tokens_around
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedModel:
     """A model in eval mode, its tokenizer (None for models without one: `no_tokenizer` says why), and what it is."""
 
@@ -29,6 +29,14 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     provenance: Provenance
     no_tokenizer: str | None = None
+
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.module.parameters())
+        tokenizer = type(self.tokenizer).__name__ if self.tokenizer is not None else "no tokenizer"
+        return (
+            f"LoadedModel({self.provenance.name!r}: {type(self.module).__name__}, {size / 1e6:,.1f} million "
+            f"parameters, {self.provenance.dtype}, {tokenizer})"
+        )
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Raises ValueError, with the reason, if there is none."""

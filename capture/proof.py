@@ -229,7 +229,9 @@ class Proof:
         if z is not None and z.point.side == "seam":
             is_alike = x[..., heads.columns].shape == calls[0].z.shape
             error = _largest(x[..., heads.columns] - calls[0].z) if is_alike else 1.0
-            self._note("seam parity", block.site("z"), error, 0.0, f"{calls[0].z.shape[2]} heads at the attention interface")
+            self._note(
+                "seam parity", block.site("z"), error, 0.0, f"{calls[0].z.shape[2]} heads at the attention interface"
+            )
         groups = calls[0].query.shape[1] // calls[0].key.shape[1]
         if calls[0].query.shape[1] == heads.heads:
             self._check_key_groups(block, path, into, x, heads, groups)
@@ -288,8 +290,8 @@ class Proof:
 
 class HalvedHead(TorchFunctionMode):
     """Halves one head inside the first attention op it sees: the queries of `scaled_dot_product_attention`, or the
-    probabilities after a softmax `[batch, head, query, key]` or `[batch * head, query, key]`. `done` tells whether there
-    was one with that many heads."""
+    probabilities after a softmax `[batch, head, query, key]` or `[batch * head, query, key]`. `done` tells whether
+    there was one with that many heads."""
 
     def __init__(self, head: int, heads: int, batch: int):
         super().__init__()

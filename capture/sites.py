@@ -139,6 +139,8 @@ class Site:
 
 
 def _from_tuple(parts: tuple) -> Site:
+    if len(parts) == 3 and parts[2] in ("attn", "mlp", "a", "m"):  # TransformerLens: ("pattern", 5, "attn")
+        parts = parts[:2]
     if not parts or not isinstance(parts[0], str) or not all(isinstance(n, int) for n in parts[1:]) or len(parts) > 3:
         raise ValueError(f"A site tuple is (kind, layer) or (kind, layer, head), such as ('z', 5). Got {parts!r}.")
     kind = _SHORTHAND.get(parts[0], parts[0])
@@ -146,8 +148,15 @@ def _from_tuple(parts: tuple) -> Site:
 
 
 def _from_transformer_lens(name: str) -> Site | None:
-    if (block := _BLOCK_NAME.match(name)) and (kind := _TRANSFORMER_LENS_BLOCK.get(block[2])):
+    if block := _BLOCK_NAME.match(name):
+        if (kind := _TRANSFORMER_LENS_BLOCK.get(block[2])) is None:
+            raise ValueError(
+                f"The TransformerLens hook {name!r} has no counterpart here. "
+                f"{near_matches(block[2], _TRANSFORMER_LENS_BLOCK)} After 'blocks.L.' these do: {', '.join(_TRANSFORMER_LENS_BLOCK)}."
+            )
         return Site(kind, int(block[1]))
+    if name.startswith("blocks."):
+        raise ValueError(f"{name!r} is no TransformerLens hook: a block's number from 0 follows 'blocks.'.")
     if kind := _TRANSFORMER_LENS_WHOLE.get(name):
         return Site(kind)
     if (short := _SHORT_NAME.match(name)) and (kind := _SHORTHAND.get(short[1], short[1])) in KINDS:
@@ -166,7 +175,8 @@ def _from_text(name: str) -> Site:
     kind, *numbers = parts
     if kind not in KINDS:
         raise ValueError(
-            f"No kind of site is called {kind!r} (in {name!r}). {near_matches(kind, KINDS)} Kinds: {', '.join(KINDS)}."
+            f"No kind of site is called {kind!r} (in {name!r}). {near_matches(kind.lower(), KINDS)} ".rstrip()
+            + f" Kinds: {', '.join(KINDS)}."
         )
     if not all(n.isdecimal() for n in numbers):
         raise ValueError(f"{name!r}: after the kind come a layer and a head, both whole numbers from 0, as in 'z.5.3'.")

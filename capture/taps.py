@@ -41,6 +41,9 @@ class Tape:
     def __init__(self, plan: TapPlan):
         self._plan = plan
 
+    def __repr__(self) -> str:
+        return f"Tape({', '.join(f'{site} x {fired}' for site, fired in self.firings.items()) or 'nothing read'})"
+
     def __getitem__(self, name: SiteName) -> Tensor:
         """The value of a site that fired once.
 

@@ -76,7 +76,10 @@ def encode_texts(
         encoded = _encode_ids(id_rows, types, tokenizer)
     else:
         if tokenizer is None:
-            raise ValueError(f"{kind} need a tokenizer, and this model has none. Pass token ids instead.")
+            raise ValueError(
+                f"{kind} need a tokenizer, and this model has none. Pass token ids, or the model with its "
+                "tokenizer: what load_model returns, or LoadedModel.from_module(module, tokenizer, name=...)."
+            )
         if kind == "messages":
             items = _render(items, tokenizer, add_generation_prompt)
             template_hash = hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()

@@ -36,12 +36,15 @@ def head_map(
     rows = rows_of_kind(table, kind, value)
     if (rows["head"] < 0).any():
         raise ValueError(f"kind {kind!r} has rows without a head, so it has no map. Draw it with layer_curve.")
-    layers, heads = np.arange(rows["layer"].max() + 1), np.arange(rows["head"].max() + 1)
+    # layers are squeezed together when some were not captured, and named on the axis
+    numbers = np.sort(rows["layer"].unique())
+    layers, heads = np.arange(len(numbers)), np.arange(rows["head"].max() + 1)
+    rows = rows.assign(layer=np.searchsorted(numbers, rows["layer"]), named_layer=rows["layer"])
     values = np.full((len(heads), len(layers)), np.nan)
     texts = np.full(values.shape, "", dtype=object)
     at = rows["head"].to_numpy(), rows["layer"].to_numpy()
     values[at] = rows[value].to_numpy(dtype=float)
-    texts[at] = [described(row, value) for _, row in rows.iterrows()]
+    texts[at] = [described(row, value) for _, row in rows.assign(layer=rows["named_layer"]).iterrows()]
     wide = layers_on == "x"
     figure = go.Figure(
         go.Heatmap(
@@ -68,6 +71,8 @@ def head_map(
             showlegend=len(unproved) > 0,
         )
     layer_axis, head_axis = _axis("layer", len(layers)), _axis("head", len(heads))
+    if len(numbers) <= numbers[-1]:
+        layer_axis |= {"tickvals": layers.tolist(), "ticktext": [str(number) for number in numbers]}
     across, down = (layer_axis, head_axis) if wide else (head_axis, layer_axis)
     height = int(np.clip(_CELL_PIXELS * (len(heads) if wide else len(layers)), 90, 660))
     figure.update_layout(

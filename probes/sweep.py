@@ -40,6 +40,7 @@ from microtome.probes.site_blocks import SiteBlock, as_activations, site_blocks
 from microtome.probes.sweep_result import Sweep
 from microtome.probes.sweep_table import interval_stretch, selected_site, sweep_table
 
+FEWEST_PERMUTATIONS = 20
 _SHUFFLES_TRIED = 100
 _SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solver
 
@@ -71,7 +72,7 @@ def sweep(
         sites: names of sites, heads or kinds; every captured site if None.
         strengths: values of C to choose from, ascending; `default_strengths` of each site's width if None.
         folds, inner_folds: outer folds that report, inner ones that choose the strength.
-        permutations: shuffles for the null of the best site; 0 leaves p_best_site NaN.
+        permutations: shuffles for the null of the best site, at least 20; 0 leaves p_best_site NaN.
         bootstraps: draws of the groups for the intervals.
         seed: fixes folds, shuffles and draws.
         texts: one string per row for the leakage check; the column `string` if None and there is one.
@@ -87,8 +88,13 @@ def sweep(
     activations = as_activations(activations)
     rows = activations.rows
     strengths = None if strengths is None else _ascending(strengths)
-    if bootstraps < 1 or permutations < 0:
-        raise ValueError(f"bootstraps={bootstraps} and permutations={permutations}; give at least 1 and at least 0.")
+    if bootstraps < 1:
+        raise ValueError(f"bootstraps={bootstraps}; give at least 1.")
+    if permutations != 0 and permutations < FEWEST_PERMUTATIONS:
+        raise ValueError(
+            f"permutations={permutations}: p is at least 1 / (permutations + 1), so fewer than {FEWEST_PERMUTATIONS} "
+            "never reach 0.05. Give more, or 0 for no null."
+        )
     positive, classes = binary_labels(_column(labels, rows, "labels"), n_rows=len(rows))
     if not (isinstance(groups, str) and groups == ROWS):
         groups = _column(groups, rows, "groups")

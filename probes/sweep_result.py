@@ -18,12 +18,14 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
+import torch
 from jaxtyping import Bool, Float64, Int64
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from microtome.capture.activation_sites import any_site
+from microtome.capture.activations import Activations
 from microtome.capture.sites import Site, near_matches
 from microtome.figures.head_map import head_map
 from microtome.figures.layer_curve import layer_curve
@@ -31,6 +33,10 @@ from microtome.figures.layer_curve import layer_curve
 FORMAT = "microtome sweep 1"
 _TABLE, _ARRAYS, _FACTS = "table.parquet", "arrays.safetensors", "sweep.json"
 _MOST_CURVES = 4
+BEST_COLUMNS = (
+    *("site", "auroc", "auroc_low", "auroc_high", "accuracy", "accuracy_low", "accuracy_high"),
+    *("control_auroc", "selectivity", "p_best_site"),
+)
 
 
 @dataclass(frozen=True)
@@ -73,12 +79,13 @@ class Sweep:
     provenance: dict[str, Any]
 
     def best(self, n: int = 10) -> pd.DataFrame:
-        """The n rows with the highest AUROC, ties in table order.
+        """The n rows with the highest AUROC, ties in table order, and the columns to judge them by (`BEST_COLUMNS`).
 
         Their AUROC is out of fold, yet the best of many is high by luck as well: judge by p_best_site, or take
         `selected` for what the choice of a site is worth.
         """
-        return self.table.sort_values("auroc", ascending=False, kind="stable").head(n).reset_index(drop=True)
+        ranked = self.table.sort_values("auroc", ascending=False, kind="stable").head(n)
+        return ranked[[name for name in BEST_COLUMNS if name in ranked]].reset_index(drop=True)
 
     def to_frame(self) -> pd.DataFrame:
         """A copy of the table."""
@@ -91,8 +98,28 @@ class Sweep:
         """
         name = str(any_site(site))
         if name not in self.coefficients:
-            raise KeyError(f"{name} was not probed. {near_matches(name, self.coefficients)}")
+            heads = [probe for probe in self.coefficients if probe.startswith(f"{name}.")]
+            hint = f"Its heads were: {', '.join(heads)}." if heads else near_matches(name, self.coefficients)
+            known = "" if hint else f"Probed were {', '.join(list(self.coefficients)[:8])}."
+            raise KeyError(f"{name} was not probed. {hint}{known}")
         return self.coefficients[name]
+
+    def decision(self, activations: Activations) -> Float64[Tensor, "probe row"]:
+        """Logits of other activations under the probes refitted on all rows; rows of the table by rows of the data.
+
+        w·x + b, with w and b in the units of the raw features. For rows the sweep has seen take `scores`, which are out
+        of fold. Raises KeyError for a probed site that these activations lack, ValueError for one of another width.
+        """
+        logits = []
+        for name, intercept in zip(self.table["site"], self.intercepts, strict=True):
+            features, weights = activations[name].double(), self.coefficients[name]
+            if features.shape[-1] != len(weights):
+                raise ValueError(
+                    f"{name} has {features.shape[-1]} features; its probe was fitted on {len(weights)}. Capture the "
+                    "same site of the same model."
+                )
+            logits.append(features.cpu() @ weights + intercept)
+        return torch.stack(logits)
 
     def plot(self, *, value: str = "auroc") -> dict[str, go.Figure]:
         """Figures of a table column: "head_map" if a kind has heads and layers, "layer_curve" if any has layers.

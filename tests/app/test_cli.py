@@ -36,7 +36,9 @@ def test_help_imports_no_torch() -> None:
     ("arguments", "message"),
     [
         (["--data", "nowhere.csv"], "neither 'sentiment', 'toy' nor a file"),
-        (["--texts", "3"], "greater than or equal to 20"),
+        (["--texts", "3"], "--texts 3: input should be greater than or equal to 20"),
+        (["--config", "nowhere.yaml"], "there is no settings file nowhere.yaml"),
+        (["--permutations", "19"], "--permutations 19: input should be greater"),
         (["--data", "toy", "--model", "no/such-model-here"], "no bundled model"),
         (["--data", "toy", "--name", "../outside"], "name"),
     ],

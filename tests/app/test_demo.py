@@ -14,7 +14,7 @@ from microtome.app.demo import demo_data, run_demo
 from microtome.data.runs import Run
 from microtome.data.toy import toy_sentiment
 
-SMALL = {"data": "toy", "texts": 120, "folds": 3, "inner_folds": 2, "permutations": 19, "bootstraps": 100}
+SMALL = {"data": "toy", "texts": 120, "folds": 3, "inner_folds": 2, "permutations": 20, "bootstraps": 100}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,7 @@ def test_a_users_own_file(tiny_folder: Path, tmp_path: Path) -> None:
     labels = toy["label"].map({True: "positive", False: "negative"})
     pd.DataFrame({"review": toy["text"], "verdict": labels}).to_csv(tmp_path / "mine.csv", index=False)
     arguments = ["--data", str(tmp_path / "mine.csv"), "--text-column", "review", "--label-column", "verdict"]
+    arguments += ["--group-column", "texts"]
     for name, value in SMALL.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)] if name != "data" else []
     result = CliRunner().invoke(
@@ -76,10 +77,25 @@ def test_a_users_own_file(tiny_folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout.strip().splitlines()[-1])
     assert len(said["best"]) > 0
-    assert Run.open(said["run"]).config["label_column"] == "verdict"
+    run = Run.open(said["run"])
+    assert run.config["label_column"] == "verdict"
+    assert run.provenance["data"]["positive_class"] == "positive"
+    assert set(run.table("texts")["class_name"]) == {"positive", "negative"}
+
+
+def test_a_file_without_groups_is_refused(tmp_path: Path) -> None:
+    pd.DataFrame({"text": ["a b", "c d"], "label": [0, 1]}).to_csv(tmp_path / "two.csv", index=False)
+    with pytest.raises(ValueError, match="group_column: rows that share an author"):
+        DemoConfig(data=str(tmp_path / "two.csv"))
+
+
+def test_folds_that_cannot_be_filled_are_refused_before_the_model_runs(tmp_path: Path) -> None:
+    config = DemoConfig(model="no/such-model", out=tmp_path, **SMALL | {"folds": 200})
+    with pytest.raises(ValueError, match="200 folds"):
+        run_demo(config)
 
 
 def test_labels_of_three_values_are_refused(tmp_path: Path) -> None:
     pd.DataFrame({"text": ["a b", "c d", "e f"], "label": [0, 1, 2]}).to_csv(tmp_path / "three.csv", index=False)
     with pytest.raises(ValueError, match="has 3 values"):
-        demo_data(DemoConfig(data=str(tmp_path / "three.csv")))
+        demo_data(DemoConfig(data=str(tmp_path / "three.csv"), group_column="texts"))

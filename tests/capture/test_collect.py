@@ -281,3 +281,20 @@ def test_a_model_without_a_padding_recipe_runs_text_by_text(loaded, monkeypatch)
         hook.remove()
     assert {shape[0] for shape in shapes} == {1}
     assert furthest(padded["resid_post.2"], single["resid_post.2"]) < 1e-5
+
+
+def test_a_model_in_training_mode_is_refused_even_if_its_parts_were_found_before(tiny) -> None:
+    loaded = LoadedModel.from_module(tiny("llama"), name="tiny")
+    capture(loaded, [[3, 4, 5]], "resid_post.0", progress=False)
+    loaded.module.model.layers[1].train()
+    with pytest.raises(ValueError, match=r"model\.layers\.1 is in training mode"):
+        capture(loaded, [[3, 4, 5]], "resid_post.0", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"sites": 5}, "sites=5: give a name"), ({"sites": "z", "labels": [1]}, "labels is a list; give columns by name")],
+)
+def test_arguments_of_another_kind(tiny, arguments, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        capture(tiny("llama"), [[3, 4, 5]], progress=False, **arguments)

@@ -7,11 +7,9 @@ multipliers of zero or one, at which many a wrong identity holds: `tiny_family` 
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -56,7 +54,9 @@ SMALL: dict[str, Any] = {
 LATENT = {"num_key_value_heads": HEADS}  # multi-head latent attention has as many keys as queries
 PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys("axk1 axk2 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 sarvam_mla youtu".split(), LATENT),
+    **dict.fromkeys(
+        ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"], LATENT
+    ),
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa"), LATENT | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 64}
     ),
@@ -68,7 +68,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dots3_note_text": LATENT | {"vocab_size_per_layer_input": VOCABULARY},
     "ernie4_5_moe": {"moe_k": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 8},
-    "gemma3n_text": PER_LAYER | {"num_kv_shared_layers": 0, "laurel_rank": 8, "layer_types": ["full_attention"] * LAYERS},
+    "gemma3n_text": PER_LAYER
+    | {"num_kv_shared_layers": 0, "laurel_rank": 8, "layer_types": ["full_attention"] * LAYERS},
     "gemma4_text": PER_LAYER,
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 16},
     "kimi_linear": {
@@ -127,13 +128,68 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2 capped": ("gemma2", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}),
 }
-ENCODERS = (
-    "bert roberta distilbert albert electra deberta deberta-v2 modernbert fnet camembert mpnet nomic_bert squeezebert "
-    "convbert mobilebert funnel layoutlm esm nystromformer ibert longformer bert-generation roformer rembert"
-).split()
-SEQ2SEQ = "t5 mt5 umt5 bart mbart pegasus marian blenderbot m2m_100 whisper speech_to_text led prophetnet".split()
-VISION = "vit dinov2 dinov2_with_registers deit beit clip_vision_model siglip_vision_model vit_mae swin convnext".split()
-AUDIO = "wav2vec2 hubert wavlm unispeech data2vec-audio wav2vec2-conformer audio-spectrogram-transformer".split()
+ENCODERS = [
+    "bert",
+    "roberta",
+    "distilbert",
+    "albert",
+    "electra",
+    "deberta",
+    "deberta-v2",
+    "modernbert",
+    "fnet",
+    "camembert",
+    "mpnet",
+    "nomic_bert",
+    "squeezebert",
+    "convbert",
+    "mobilebert",
+    "funnel",
+    "layoutlm",
+    "esm",
+    "nystromformer",
+    "ibert",
+    "longformer",
+    "bert-generation",
+    "roformer",
+    "rembert",
+]
+SEQ2SEQ = [
+    "t5",
+    "mt5",
+    "umt5",
+    "bart",
+    "mbart",
+    "pegasus",
+    "marian",
+    "blenderbot",
+    "m2m_100",
+    "whisper",
+    "speech_to_text",
+    "led",
+    "prophetnet",
+]
+VISION = [
+    "vit",
+    "dinov2",
+    "dinov2_with_registers",
+    "deit",
+    "beit",
+    "clip_vision_model",
+    "siglip_vision_model",
+    "vit_mae",
+    "swin",
+    "convnext",
+]
+AUDIO = [
+    "wav2vec2",
+    "hubert",
+    "wavlm",
+    "unispeech",
+    "data2vec-audio",
+    "wav2vec2-conformer",
+    "audio-spectrogram-transformer",
+]
 
 
 def options(family: str) -> dict[str, Any]:
@@ -154,7 +210,7 @@ def perturb(model: nn.Module, seed: int) -> None:
 
 
 def tiny_family(family: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """A perturbed tiny model in eval mode, causal where the family has such a head. Raises RuntimeError if too large."""
+    """A perturbed tiny model in eval mode, causal where the family has such a head; RuntimeError if it is not tiny."""
     config = CONFIG_MAPPING[family](**options(family) | changes)
     build = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModel
     with torch.device("meta"):

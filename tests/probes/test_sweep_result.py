@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
+from microtome.capture.activations import Activations
 from microtome.probes.sweep_result import SelectedSite, Sweep
 
 
@@ -168,3 +169,27 @@ def test_repr_names_the_best_site(result):
     best = result.best(1).iloc[0]
     assert f"best {best['site']} AUROC {best['auroc']:.3f}" in repr(result)
     assert "8 probes, 20 rows in 10 groups" in repr(result)
+
+
+def test_decision_scores_other_rows_by_the_refitted_probes(result):
+    generator = torch.Generator().manual_seed(0)
+    arrays = {name: torch.randn(5, len(w), generator=generator) for name, w in result.coefficients.items()}
+    whole = {}
+    for name, rows in arrays.items():
+        site, _, head = name.rpartition(".")
+        if name.count(".") == 2:
+            whole.setdefault(site, {})[int(head)] = rows
+        else:
+            whole[name] = rows
+    stacked = {
+        name: torch.stack([rows[head] for head in sorted(rows)], 1) if isinstance(rows, dict) else rows
+        for name, rows in whole.items()
+    }
+    logits = result.decision(Activations.from_arrays(stacked))
+    for number, (name, weights) in enumerate(result.coefficients.items()):
+        at = result.table["site"].tolist().index(name)
+        expected = arrays[name].double() @ weights + result.intercepts[at]
+        torch.testing.assert_close(logits[at], expected, msg=f"{number}: {name}")
+    first = next(iter(stacked))
+    with pytest.raises(ValueError, match="its probe was fitted on"):
+        result.decision(Activations.from_arrays(stacked | {first: stacked[first][..., :-1]}))
