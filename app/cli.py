@@ -119,7 +119,9 @@ def _sentence(error: ErrorDetails) -> str:
 def _fail(message: str) -> None:
     from rich.console import Console  # late: importing rich draws from Python's random generator
 
-    Console(stderr=True, highlight=False).print(f"[red]microtome:[/red] {message}", soft_wrap=True)
+    console = Console(stderr=True, highlight=False)
+    console.print("microtome:", style="red", end=" ")
+    console.print(message, soft_wrap=True, markup=False)
     sys.exit(2)
 
 

@@ -92,6 +92,7 @@ def run_demo(config: DemoConfig, *, as_json: bool = False) -> DemoResult:
         seconds[step] = round(time.perf_counter() - started, 2)
         started = time.perf_counter()
 
+    Run.require_free(config.out, config.name, overwrite=True)
     table = demo_data(config).reset_index(drop=True)
     _check_folds(table, config)
     took("data")
@@ -101,8 +102,10 @@ def run_demo(config: DemoConfig, *, as_json: bool = False) -> DemoResult:
     took("dissect")
     held = sum(i.holds for i in anatomy.proof)
     console.print(
-        f"[bold]{loaded.provenance.name}[/bold]: {anatomy.layers} layers, d_model {anatomy.d_model}, "
-        f"{held} of {len(anatomy.proof)} identities hold; {len(table)} texts, {table['group'].nunique()} groups."
+        f"{loaded.provenance.name}: {anatomy.layers} layers, d_model {anatomy.d_model}, "
+        f"{held} of {len(anatomy.proof)} identities hold; {len(table)} texts, {table['group'].nunique()} groups.",
+        markup=False,
+        soft_wrap=True,
     )
     activations = capture(
         loaded,
@@ -135,11 +138,11 @@ def run_demo(config: DemoConfig, *, as_json: bool = False) -> DemoResult:
         print(json.dumps({"run": str(run.path), "seconds": seconds, "best": _records(result.best(SHOWN))}))
     else:
         print_best(console, result)
-        console.print(
-            f"{sum(seconds.values()):.0f} s in all. Report: [bold]{_from_here(run.path) / 'report.html'}[/bold]"
-        )
+        report = _from_here(run.path) / "report.html"
+        console.print(f"{sum(seconds.values()):.0f} s in all. Report: {report}", markup=False, soft_wrap=True)
         if replaced.is_dir():
-            console.print(f"The run of this name before it is kept in {_from_here(replaced)}.")
+            said = f"The run of this name before it is kept in {_from_here(replaced)}, until the next one."
+            console.print(said, markup=False, soft_wrap=True)
     return DemoResult(run, result, seconds)
 
 

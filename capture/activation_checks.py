@@ -23,6 +23,8 @@ def as_tensors(arrays: Mapping) -> dict[Site, Tensor]:
     tensors: dict[Site, Tensor] = {}
     for name, array in arrays.items():
         site = any_site(name)
+        if np.ma.isMaskedArray(array):
+            raise TypeError(f"{name!r} is a masked array; what its mask hides would be kept. Fill it, or drop rows.")
         array = array.detach() if isinstance(array, Tensor) else np.asarray(array)
         if site in tensors:
             raise ValueError(f"{name!r} and an earlier name both mean the site {site}. Keep one.")

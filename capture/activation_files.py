@@ -49,10 +49,11 @@ def save_activations(
     path = Path(path).resolve()
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists. Give another path, or pass overwrite=True to replace it.")
-    if path.exists() and not (path / _MANIFEST).is_file():
-        raise FileExistsError(f"{path} exists and holds no activations, so it is left alone. Give another path.")
+    if path.exists():
+        _require_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+    clear_scratch(path)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:12]}.part")
     scratch.mkdir()
     try:
         _write(scratch, rows, tensors, provenance)
@@ -60,6 +61,26 @@ def save_activations(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return path
+
+
+def _require_replaceable(path: Path) -> None:
+    """Raise FileExistsError unless the folder holds activations and nothing else."""
+    try:
+        _read_manifest(path)
+    except (ValueError, NotADirectoryError) as error:
+        raise FileExistsError(
+            f"{path} exists and holds no activations, so it is left alone. Give another path."
+        ) from error
+    if other := sorted(file.name for file in path.iterdir() if file.name not in (_TENSORS, _ROWS, _MANIFEST)):
+        raise FileExistsError(f"{path} holds {', '.join(other)} beside activations. Move that away, or save elsewhere.")
+
+
+def clear_scratch(path: Path) -> None:
+    """Remove what processes that were killed while they wrote beside `path` have left: `.<name>.<pid>.<hex>.part`."""
+    for scratch in path.parent.glob(f".{path.name}.*.*.part"):
+        pid = scratch.name.removeprefix(f".{path.name}.").split(".")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def load_activations(
@@ -160,6 +181,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path / _MANIFEST} is damaged: {error}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path / _MANIFEST} is not in the format {FORMAT!r}.")
+    files, sites = manifest.get("files"), manifest.get("sites")
+    is_whole = isinstance(files, dict) and {_TENSORS, _ROWS} <= set(files) and isinstance(sites, list) and sites
+    if not is_whole or not all(isinstance(entry, dict) and {"site", "name"} <= set(entry) for entry in sites):
+        raise ValueError(f"{path / _MANIFEST} is damaged: it does not list the files and sites. Capture again.")
     return manifest
 
 

@@ -127,18 +127,32 @@ class Interceptor(Protocol):
         ...
 
 
-_interceptors: ContextVar[tuple[Interceptor, ...]] = ContextVar("microtome_seam", default=())
+@dataclass(eq=False)
+class _Entered:
+    """One `with intercepted(...)`; its context may have been copied, so that it says itself when it is over."""
+
+    interceptor: Interceptor
+    is_over: bool = False
+
+
+_entered: ContextVar[tuple[_Entered, ...]] = ContextVar("microtome_seam", default=())
+
+
+def _interceptors() -> tuple[Interceptor, ...]:
+    """Those that look on here, outermost first, each once."""
+    return tuple(dict.fromkeys(entered.interceptor for entered in _entered.get() if not entered.is_over))
 
 
 @contextmanager
 def intercepted(interceptor: Interceptor) -> Iterator[None]:
     """Show every call at the seam to this interceptor, in this context only; once, however often it is entered."""
-    current = _interceptors.get()
-    token = _interceptors.set(current if interceptor in current else (*current, interceptor))
+    entered = _Entered(interceptor)
+    _entered.set((*_entered.get(), entered))
     try:
         yield
     finally:
-        _interceptors.reset(token)
+        entered.is_over = True
+        _entered.set(tuple(other for other in _entered.get() if not other.is_over))
 
 
 def switch_on(model: nn.Module) -> list[PreTrainedConfig]:
@@ -238,7 +252,7 @@ def _seam(implementation: str) -> Callable:
     ) -> tuple[Tensor, Any]:
         interface, eager = _home(type(module))
         compute = interface.get_interface(implementation, eager)
-        interceptors = _interceptors.get()
+        interceptors = _interceptors()
         if not interceptors:
             return compute(module, query, key, value, attention_mask, **options)
         call = SeamCall(module, implementation, query, key, value, attention_mask, options)

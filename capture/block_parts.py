@@ -97,12 +97,11 @@ def _roles(graph: OpGraph, chain: Chain, k: int, walk: Walk) -> list[Role]:
     sequence at the same position; an MLP does neither.
     """
     call = graph.calls[chain.calls[k]]
-    stream = graph.nodes[walk.entry].value
     others = [
         (slot, node)
         for slot, node in call.inputs.items()
         if slot != chain.entry and graph.source(node) != walk.entry and graph.nodes[node].value.ndim == 3
-        if graph.nodes[node].value.is_floating_point() and len(graph.nodes[node].value) == len(stream)
+        if graph.nodes[node].value.is_floating_point() and len(graph.nodes[node].value) == walk.shape[0]
     ]
     roles: list[Role] = ["mixer" if mixes else "mlp" for _, mixes in _moves(graph, chain, k, walk, chain.entry)]
     for slot, _ in others:
@@ -117,8 +116,7 @@ def _moves(graph: OpGraph, chain: Chain, k: int, walk: Walk, changed: int | str)
     call = graph.calls[chain.calls[k]]
     entry = graph.point(chain.calls[k], "in", changed)
     points = [graph.point(t.call, "out", t.slot) for t in walk.terms]
-    stream = graph.nodes[walk.entry].value
-    recorded = [graph.nodes[t.node].value.reshape(stream.shape) for t in walk.terms]
+    recorded = [graph.nodes[t.node].value.reshape(walk.shape) for t in walk.terms]
     order = sorted(range(len(points)), key=lambda i: walk.terms[i].node)
     answers = [(False, False)] * len(points)
     width = graph.nodes[call.inputs[changed]].value.shape[-1]
@@ -160,7 +158,7 @@ def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles:
     if len(mlps) == 1 and (linear := last_linear(graph, walk.terms[mlps[0]].node, block)) is not None:
         slot, node = next(iter(graph.calls[linear].inputs.items()))
         value = graph.nodes[node].value
-        if value.ndim == 3 and value.shape[:2] == graph.nodes[walk.entry].value.shape[:2]:
+        if value.ndim == 3 and value.shape[:2] == walk.shape[:2]:
             point = graph.point(linear, "in", slot)
             parts.taps.append(Tap(parts.block.site("mlp_act"), point, width=value.shape[-1]))
         else:

@@ -33,6 +33,7 @@ from microtome.capture.texts import encode_texts
 READY_ROWS = 16  # images or sounds per batch
 
 
+@torch.inference_mode(False)  # what is kept could otherwise never be part of a graph
 def capture(
     model: LoadedModel | nn.Module,
     texts: Iterable | Mapping[str, Any],
@@ -81,7 +82,7 @@ def capture(
     """
     loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model, name=type(model).__name__)
     module = loaded.module
-    _check_settings(module, sites, labels)
+    _check_settings(module, sites, labels, dtype)
     encoded = encode_texts(
         texts,
         loaded.tokenizer,
@@ -116,7 +117,7 @@ def capture(
     return Activations(_with_labels(table, labels, n_texts), run.tensors(), provenance)
 
 
-def _check_settings(module: nn.Module, sites: Any, labels: Any) -> None:
+def _check_settings(module: nn.Module, sites: Any, labels: Any, dtype: torch.dtype | None) -> None:
     """Raise for what would give random activations, or an error that says nothing."""
     if training := [path or type(module).__name__ for path, part in module.named_modules() if part.training]:
         raise ValueError(
@@ -128,6 +129,8 @@ def _check_settings(module: nn.Module, sites: Any, labels: Any) -> None:
         raise TypeError(
             f"labels is a {type(labels).__name__}; give columns by name, with one entry per text: {{'label': [1, 0]}}."
         )
+    if dtype is not None and dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"dtype={dtype} cannot hold activations. Store torch.float32, float64, bfloat16 or float16.")
 
 
 class _Run:
@@ -168,8 +171,9 @@ class _Run:
                     self.batch(batch.model_inputs(), places, batch.attention_mask)
                 bar.update(sum(encoded.lengths[row] for row in row_ids))
         table = kept.table(encoded.rows)
-        if encoded.kind == "token_ids":
-            return table
+        if encoded.kind == "token_ids":  # what tells equal texts, as `string` does for strings
+            ids = pd.Series([" ".join(map(str, row.token_ids.tolist())) for row in encoded.rows], dtype="str")
+            return table.assign(token_ids=ids.iloc[table["text"]].to_numpy())
         strings = pd.Series([row.text for row in encoded.rows], dtype="str")
         return table.assign(string=strings.iloc[table["text"]].to_numpy())
 

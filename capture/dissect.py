@@ -7,11 +7,12 @@ is checked on a second batch with ordinary hooks (`microtome.capture.proof`); on
 """
 
 import inspect
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from microtome.capture.anatomy import Anatomy, Point, Tap
 from microtome.capture.batches import PaddingRecipe
 from microtome.capture.block_parts import block_parts
 from microtome.capture.head_layout import SeamRecord
+from microtome.capture.hooks import ACTIVE
 from microtome.capture.models import LoadedModel
 from microtome.capture.opgraph import OpGraph, elements
 from microtome.capture.padding import LIMIT, call_options, padding_errors
@@ -29,7 +31,8 @@ from microtome.capture.sites import KINDS, Site
 from microtome.capture.tail import Tail, find_tail, token_embedding
 from microtome.capture.trunk import Chain, Norms, find_chains
 
-_KNOWN: "WeakKeyDictionary[nn.Module, Anatomy]" = WeakKeyDictionary()
+_KNOWN: "WeakKeyDictionary[nn.Module, tuple[Anatomy, list[ReferenceType[nn.Module]]]]" = WeakKeyDictionary()
+_DISSECTING = threading.RLock()  # one at a time: recording hooks every module
 
 
 class NotDissectable(ValueError):
@@ -41,21 +44,39 @@ def dissect(
 ) -> Anatomy:
     """The proved anatomy of a model: its blocks, its offered sites and the record of every identity.
 
-    The first call runs a handful of forwards on random tokens; the result is kept for as long as the module lives.
+    The first call runs a handful of forwards on random tokens, without any taps that are open; the result is kept for
+    as long as the module lives and consists of the same modules.
 
     Args:
         model: a transformers model, loaded or held; it is left exactly as it was.
         inputs: for models that do not read token ids (images, audio): two or more rows of model inputs to run on.
-        again: forget what is known of this module and start over (after its weights or structure changed).
+        again: forget what is known of this module and start over (after its weights changed beyond recognition; a
+            module that was replaced, added or removed is noticed).
 
     Raises:
         NotDissectable: in training mode, not deterministic, without token ids as input, or without a chain of blocks.
     """
     module = model.module if isinstance(model, LoadedModel) else model
-    if again or module not in _KNOWN:
-        with torch.no_grad():
-            _KNOWN[module] = _dissect(module, inputs)
-    return _KNOWN[module]
+    with _DISSECTING:
+        known = _KNOWN.get(module)
+        if again or known is None or not _is_made_of(module, known[1]):
+            outer = ACTIVE.set(())
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    anatomy = _dissect(module, inputs)
+            finally:
+                ACTIVE.reset(outer)
+            _KNOWN[module] = anatomy, [ref(part) for part in _parts(module)]
+        return _KNOWN[module][0]
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    return [part for _, part in module.named_modules(remove_duplicate=False)]
+
+
+def _is_made_of(module: nn.Module, parts: "list[ReferenceType[nn.Module]]") -> bool:
+    now = _parts(module)
+    return len(now) == len(parts) and all(held() is part for held, part in zip(parts, now, strict=True))
 
 
 def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
@@ -157,6 +178,11 @@ def _padding_errors(model: nn.Module, exit: Point, batch: dict[str, Any]) -> dic
 def _recorded(model: nn.Module, batch: dict[str, Any]) -> tuple[OpGraph, list[SeamRecord]]:
     options = call_options(model)
     first, second = (_first_tensor(model(**batch, **options)) for _ in range(2))
+    if bool(first.isnan().any()):
+        raise NotDissectable(
+            f"{type(model).__name__} returns NaN for random tokens: some of its weights are NaN, or it overflows in "
+            f"{first.dtype}. Look at its parameters, or load it in float32."
+        )
     if not torch.equal(first, second):
         raise NotDissectable(
             f"{type(model).__name__} gives two results for the same input (largest difference "

@@ -7,6 +7,7 @@ thread, past an exception, or into a copy of the model. `detach` takes every one
 Detach before `torch.compile`, which cannot trace a `ContextVar`, and before pickling a whole model.
 """
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -65,6 +66,8 @@ class ActiveTaps:
         stops: whether the forward ends once all required ones have fired.
         entrances: modules whose call begins a new forward, so that calls are counted from 0 again.
         calls: how often each module was called in the running forward, where a tap wants one call only.
+        is_closed: whether the `with` has ended; a copy of its context (a task's, a generator's) may live longer.
+        owner: the thread and asyncio task that opened it, the only ones in which it acts.
     """
 
     at: dict[Side, dict[nn.Module, list[LiveTap]]]
@@ -72,6 +75,8 @@ class ActiveTaps:
     stops: bool = False
     entrances: frozenset[nn.Module] = frozenset()
     calls: Counter[tuple[Side, nn.Module]] = field(default_factory=Counter)
+    is_closed: bool = False
+    owner: tuple[int, object] = field(default_factory=lambda: _here())
 
     def due(self, side: Side, module: nn.Module) -> list[LiveTap]:
         """The live taps of this call of this module."""
@@ -90,6 +95,31 @@ class ActiveTaps:
 
 ACTIVE: ContextVar[tuple[ActiveTaps, ...]] = ContextVar("microtome_taps", default=())
 _installing = threading.Lock()
+
+
+def _here() -> tuple[int, object]:
+    """The running thread and asyncio task: contexts are copied into child tasks and threads, taps must not be."""
+    loop = asyncio._get_running_loop()
+    return threading.get_ident(), asyncio.current_task(loop) if loop is not None else None
+
+
+def active_taps() -> tuple[ActiveTaps, ...]:
+    """What is active here, outermost first."""
+    if not (held := ACTIVE.get()):
+        return held
+    here = _here()
+    return tuple(taps for taps in held if not taps.is_closed and taps.owner == here)
+
+
+def open_taps(taps: ActiveTaps) -> None:
+    """Make taps act in this thread and task."""
+    ACTIVE.set((*active_taps(), taps))
+
+
+def close_taps(taps: ActiveTaps) -> None:
+    """End them wherever their context was copied to; others that were opened in between stay."""
+    taps.is_closed = True
+    ACTIVE.set(tuple(other for other in ACTIVE.get() if not other.is_closed))
 
 
 def attach(model: nn.Module | LoadedModel, anatomy: Anatomy) -> None:
@@ -113,7 +143,7 @@ def detach(model: nn.Module | LoadedModel) -> None:
     """
     model = model.module if isinstance(model, LoadedModel) else model
     modules = set(model.modules())
-    if any(module in modules for taps in ACTIVE.get() for side in taps.at.values() for module in side):
+    if any(module in modules for taps in active_taps() for side in taps.at.values() for module in side):
         raise RuntimeError("detach(model) inside `with taps(model, ...)`: leave the context first.")
     with _installing:
         for module in modules:
@@ -152,7 +182,7 @@ def _stop_if_full(active: tuple[ActiveTaps, ...]) -> None:
 
 
 def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[tuple, dict] | None:
-    active = ACTIVE.get()
+    active = active_taps()
     # Without kwargs another thread is just installing this hook: torch stores it before it marks it as wanting them.
     if not active or kwargs is None:
         return None
@@ -176,7 +206,7 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None
 
 
 def _after(module: nn.Module, args: tuple, *kwargs_and_output: Any) -> Any:
-    active = ACTIVE.get()
+    active = active_taps()
     if not active or len(kwargs_and_output) == 1 or not (due := _due(active, "out", module)):
         return None
     kwargs, output = kwargs_and_output
@@ -200,7 +230,7 @@ class _TapsAtSeam:
     """Passes calls at the attention seam through the active taps."""
 
     def arguments(self, call: SeamCall) -> SeamCall:
-        active = ACTIVE.get()
+        active = active_taps()
         held = {"q": call.query, "k": call.key, "v": call.value}
         if due := _due(active, "seam in", call.module):
             passing = Passing(call.module, call=call)
@@ -210,7 +240,7 @@ class _TapsAtSeam:
         return replace(call, query=held["q"], key=held["k"], value=held["v"])
 
     def result(self, call: SeamCall, z: Tensor) -> Tensor:
-        active = ACTIVE.get()
+        active = active_taps()
         if due := _due(active, "seam out", call.module):
             passing = Passing(call.module, call=call)
             for tap in due:

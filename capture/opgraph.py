@@ -8,6 +8,7 @@ every live view of the same storage, so that a value is never rewritten under a 
 Beware: compiled or scripted code is one opaque call, and hub kernels hide their inner ops.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -110,6 +111,7 @@ class OpGraph(TorchFunctionMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
+        self._thread = threading.get_ident()
         self.nodes: list[Node] = []
         self.calls: list[Call] = []
         self._stack: list[int] = []
@@ -182,6 +184,8 @@ class OpGraph(TorchFunctionMode):
                 self._storages[target.untyped_storage().data_ptr()].pop()
 
     def _enter_call(self, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if threading.get_ident() != self._thread:  # another thread's forward
+            return
         number = self._numbers.get(path, 0)
         self._numbers[path] = number + 1
         call = Call(path, module, number, self._stack[-1] if self._stack else -1)
@@ -194,6 +198,8 @@ class OpGraph(TorchFunctionMode):
         self.calls.append(call)
 
     def _leave_call(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         call = self.calls[self._stack.pop()]
         call.outputs = {slot: self.node_of(tensor) for slot, tensor in elements(output)}
         call.last = len(self.nodes)

@@ -7,6 +7,7 @@ GPT-2 kinds need the ids on the left side; RoBERTa kinds, which count from their
 """
 
 import inspect
+import math
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,9 @@ def padding_errors(
         ids, mask = _padded(sequences, recipe.side, pad_id)
         position_ids = (mask.cumsum(-1) - 1).clamp(min=0) if recipe.position_ids == "cumsum" else None
         together = _exit_value(model, exit, ids, mask, position_ids)
+        if together.shape[:2] != mask.shape or any(len(a) != len(ids) for a, ids in zip(alone, sequences, strict=True)):
+            errors[recipe] = math.inf  # the stream has other positions than the tokens
+            continue
         pairs = [(together[i][mask[i].bool()], alone[i]) for i in range(len(sequences))]
         errors[recipe] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return errors

@@ -5,6 +5,7 @@ prove little. They are set, used for one or a few calls, and removed.
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,12 +32,18 @@ def plain_hooks(
             module = model.get_submodule(point.module)
             if point.call is not None:
                 function = _at_call(point.call - calls_before.get(point.module, 0), function)
+            function = _in_this_thread(function)
             if point.side == "in":
                 hook = module.register_forward_pre_hook(_on_input(point, function), with_kwargs=True)
             else:
                 hook = module.register_forward_hook(_on_output(point, function))
             handles.callback(hook.remove)
         yield
+
+
+def _in_this_thread(function: Callable) -> Callable:
+    thread = threading.get_ident()
+    return lambda value: function(value) if threading.get_ident() == thread else None
 
 
 def _at_call(wanted: int, function: Callable) -> Callable:

@@ -18,6 +18,7 @@ float32 and float64, 2e-2 in half precision. Wrong sites miss by 0.1 and more.
 """
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,6 +105,7 @@ class Proof:
         self.arguments: dict[tuple[str, int], tuple[tuple, dict]] = {}
         self.calls_before: dict[tuple[str, int], dict[str, int]] = {}
         made: Counter[str] = Counter()
+        thread = threading.get_ident()
 
         def keep(point: Point) -> Callable[[Tensor], Tensor]:
             def hook(x: Tensor) -> Tensor:
@@ -115,6 +117,8 @@ class Proof:
 
         def count(path: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+                if threading.get_ident() != thread:
+                    return
                 if path in blocks:
                     self.arguments[path, made[path]] = map_tensors((args, dict(kwargs)), lambda t: t.detach().clone())
                     self.calls_before[path, made[path]] = dict(made)

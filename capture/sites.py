@@ -30,8 +30,18 @@ KINDS: dict[str, Kind] = {
     "resid_pre": Kind(True, False, "batch position d_model", "residual stream entering a block"),
     "resid_mid": Kind(True, False, "batch position d_model", "residual stream between mixer and MLP"),
     "resid_post": Kind(True, False, "batch position d_model", "residual stream leaving a block"),
-    "attn_out": Kind(True, False, "batch position d_model", "what the mixer adds to the stream (after its post-norm)"),
-    "mlp_out": Kind(True, False, "batch position d_model", "what the MLP adds to the stream (after its post-norm)"),
+    "attn_out": Kind(
+        True,
+        False,
+        "batch position d_model",
+        "what the mixer adds to the stream (after its post-norm, before a factor)",
+    ),
+    "mlp_out": Kind(
+        True,
+        False,
+        "batch position d_model",
+        "what the MLP adds to the stream (after its post-norm, before a factor)",
+    ),
     "cross_out": Kind(True, False, "batch position d_model", "what attention to another sequence adds to the stream"),
     "extra_out": Kind(True, False, "batch position d_model", "what a further input adds at its own position"),
     "mlp_act": Kind(True, False, "batch position d_mlp", "input of the MLP's last linear map: the neurons"),
@@ -150,9 +160,10 @@ def _from_tuple(parts: tuple) -> Site:
 def _from_transformer_lens(name: str) -> Site | None:
     if block := _BLOCK_NAME.match(name):
         if (kind := _TRANSFORMER_LENS_BLOCK.get(block[2])) is None:
+            known = ", ".join(_TRANSFORMER_LENS_BLOCK)
             raise ValueError(
                 f"The TransformerLens hook {name!r} has no counterpart here. "
-                f"{near_matches(block[2], _TRANSFORMER_LENS_BLOCK)} After 'blocks.L.' these do: {', '.join(_TRANSFORMER_LENS_BLOCK)}."
+                f"{near_matches(block[2], _TRANSFORMER_LENS_BLOCK)} After 'blocks.L.' these do: {known}."
             )
         return Site(kind, int(block[1]))
     if name.startswith("blocks."):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from microtome.capture.anatomy import Anatomy
 from microtome.capture.attention_seam import switch_on
-from microtome.capture.hooks import ACTIVE, ActiveTaps, ForwardStopped, at_seam, install
+from microtome.capture.hooks import ActiveTaps, ForwardStopped, at_seam, close_taps, install, open_taps
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
 from microtome.capture.tap_plan import Edit, EditFunction, Read, SiteName, TapPlan, plan_taps
@@ -105,7 +105,10 @@ def taps(
     anatomy: Anatomy | None = None,
     stop: bool = False,
 ) -> Iterator[Tape]:
-    """Read and edit sites in every forward of this model inside the `with`, in this thread or task.
+    """Read and edit sites in every forward of this model inside the `with`, in this thread and task alone.
+
+    Beware: gradient checkpointing runs forwards again in `backward`; call it inside the block, or what is computed
+    again lacks the edits.
 
     Args:
         model: a transformers model, held or loaded; it gets hooks that stay, inert, until `detach(model)`.
@@ -135,7 +138,7 @@ def taps(
     if plan.uses_seam:
         switch_on(module)
     tape = Tape(plan)
-    token = ACTIVE.set((*ACTIVE.get(), active))
+    open_taps(active)
     try:
         with at_seam() if plan.uses_seam else nullcontext():
             yield tape
@@ -143,7 +146,7 @@ def taps(
         if stopped.taps is not active:
             raise
     finally:
-        ACTIVE.reset(token)
+        close_taps(active)
     _require_fired(plan, anatomy)
 
 

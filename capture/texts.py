@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch import nn
@@ -58,6 +59,8 @@ def encode_texts(
         raise ValueError(
             f'truncate={truncate!r}: expected None, "left" (drop the beginning) or "right" (drop the end).'
         )
+    if isinstance(texts, np.ndarray) and texts.ndim == 2 and np.issubdtype(texts.dtype, np.integer):
+        texts = torch.from_numpy(np.ascontiguousarray(texts))
     if isinstance(texts, torch.Tensor) and texts.dim() == 2:
         texts = {"input_ids": texts}
     settings: dict[str, Any] = {}

@@ -128,6 +128,7 @@ class Walk:
 
     def __init__(self, graph: OpGraph, block: int, entry: int, exit: int, norms: "Norms"):
         self.graph, self.block, self.norms = graph, block, norms
+        self.shape = graph.nodes[entry].value.shape  # [batch, position, width]; the source may have other axes
         self.entry = graph.source(entry)
         self.inside = graph.descendants(self.entry)
         self.makers: dict[int, list[tuple[int, int | str | None]]] = {}

@@ -62,7 +62,7 @@ class Run:
         Raises ValueError for a name with anything but letters, digits and `_ . -`; FileExistsError if the folder is
         there and overwrite is False, or holds something that is no run; TypeError for a setting that YAML cannot hold.
         """
-        _check_name(name, "a run")
+        path = cls.require_free(root, name, overwrite=overwrite)
         settings = config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
         try:
             text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
@@ -70,11 +70,6 @@ class Run:
             raise TypeError(
                 f"config holds {error.args[1]!r}, which YAML cannot. Use plain values, lists and dicts."
             ) from error
-        path = Path(root).resolve() / name
-        if path.exists() and not overwrite:
-            raise FileExistsError(f"{path} is there already. Give another name, or pass overwrite=True to replace it.")
-        if path.exists() and not _is_run(path):
-            raise FileExistsError(f"{path} is there and is no run folder, so it is left alone. Give another name.")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=path.parent) as scratch:
             fresh = Path(scratch) / name
@@ -89,6 +84,19 @@ class Run:
                 os.replace(path, previous)
             os.replace(fresh, path)
         return cls(path)
+
+    @classmethod
+    def require_free(cls, root: str | Path, name: str, *, overwrite: bool = False) -> Path:
+        """The folder a run would get. Raises what `create` raises for it, before any work is done."""
+        _check_name(name, "a run")
+        path = Path(root).resolve() / name
+        if path.parent.exists() and not path.parent.is_dir():
+            raise FileExistsError(f"{path.parent} is a file; runs go into a folder. Give another one.")
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path} is there already. Give another name, or pass overwrite=True to replace it.")
+        if path.exists() and not _is_run(path):
+            raise FileExistsError(f"{path} is there and is no run folder, so it is left alone. Give another name.")
+        return path
 
     @classmethod
     def open(cls, path: str | Path) -> "Run":

@@ -9,6 +9,7 @@ under a group split (tests/probes/test_folds.py measures them).
 `groups` has no default. The string "rows" is the statement that rows are independent of each other.
 """
 
+import unicodedata
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -83,7 +84,9 @@ def merged_groups(
 
 
 def normalised_texts(texts: Iterable, *, n_rows: int) -> np.ndarray:
-    """Texts as they are compared: casefolded, each run of white space one space, ends stripped; missing ones None.
+    """Texts as they are compared: Unicode NFKC without format characters, casefolded, runs of white space one space.
+
+    Missing ones are None.
 
     Raises ValueError for a wrong length and TypeError for an entry that is no string.
     """
@@ -93,7 +96,8 @@ def normalised_texts(texts: Iterable, *, n_rows: int) -> np.ndarray:
     compared = np.empty(n_rows, dtype=object)
     for row, text in enumerate(texts):
         if isinstance(text, str):
-            compared[row] = " ".join(text.casefold().split())
+            visible = "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+            compared[row] = " ".join(visible.casefold().split())
         elif not pd.api.types.is_scalar(text) or not pd.isna(text):
             raise TypeError(f"texts[{row}] is {text!r} ({type(text).__name__}); every text must be a string.")
     return compared

@@ -7,6 +7,7 @@ training rows; the weights kept are of the features as given.
 Beware: on separable data the weights grow with C without end; `separated_` says so. C depends on the number of rows.
 """
 
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,15 @@ class LogisticProbe(ClassifierMixin, BaseEstimator):
                 f"Only binary classification is supported. y has {len(self.classes_)} classes ({self.classes_[:5]}). "
                 "Fit one probe per class, against the others."
             )
+        if not isinstance(self.max_iter, Integral) or self.max_iter < 1:
+            raise ValueError(f"max_iter={self.max_iter!r}; give a whole number of Newton steps, at least 1.")
         positive = torch.tensor(y == self.classes_[1])
         weight, named = None, self.class_weight
         if isinstance(named, dict):
             weight = torch.tensor([float(named.get(label, 1.0)) for label in y.tolist()], dtype=torch.float64)
             named = None
         fits = fit_logistic(
-            torch.tensor(X),
+            torch.from_numpy(np.require(X, requirements=["C", "W"])),
             positive,
             torch.ones(len(y), dtype=torch.bool),
             [float(self.C)],

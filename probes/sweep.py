@@ -41,6 +41,7 @@ from microtome.probes.sweep_result import Sweep
 from microtome.probes.sweep_table import interval_stretch, selected_site, sweep_table
 
 FEWEST_PERMUTATIONS = 20
+FEWEST_BOOTSTRAPS = 100
 _SHUFFLES_TRIED = 100
 _SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solver
 
@@ -73,10 +74,10 @@ def sweep(
         strengths: values of C to choose from, ascending; `default_strengths` of each site's width if None.
         folds, inner_folds: outer folds that report, inner ones that choose the strength.
         permutations: shuffles for the null of the best site, at least 20; 0 leaves p_best_site NaN.
-        bootstraps: draws of the groups for the intervals.
-        seed: fixes folds, shuffles and draws.
-        texts: one string per row for the leakage check; the column `string` if None and there is one.
-        entities: further keys that must not cross groups, by name.
+        bootstraps: draws of the groups for the intervals, at least 100.
+        seed: fixes folds, shuffles and draws, for rows in this order.
+        texts: one string per row for the leakage check; the column `string` or `token_ids` if None and there is one.
+        entities: further keys that must not cross groups, by name; the number of the text always is one.
         progress: show a bar.
 
     Raises:
@@ -88,8 +89,8 @@ def sweep(
     activations = as_activations(activations)
     rows = activations.rows
     strengths = None if strengths is None else _ascending(strengths)
-    if bootstraps < 1:
-        raise ValueError(f"bootstraps={bootstraps}; give at least 1.")
+    if bootstraps < FEWEST_BOOTSTRAPS:
+        raise ValueError(f"bootstraps={bootstraps}: 95 % intervals need at least {FEWEST_BOOTSTRAPS} draws.")
     if permutations != 0 and permutations < FEWEST_PERMUTATIONS:
         raise ValueError(
             f"permutations={permutations}: p is at least 1 / (permutations + 1), so fewer than {FEWEST_PERMUTATIONS} "
@@ -98,8 +99,10 @@ def sweep(
     positive, classes = binary_labels(_column(labels, rows, "labels"), n_rows=len(rows))
     if not (isinstance(groups, str) and groups == ROWS):
         groups = _column(groups, rows, "groups")
-    if texts is None and "string" in rows:
-        texts = rows["string"]
+    if texts is None:
+        texts = next((rows[name] for name in ("string", "token_ids") if name in rows), None)
+    if "text" in rows and "text" not in (entities or {}):  # rows of one text, whatever it says
+        entities = {**(entities or {}), "text": rows["text"]}
     codes = group_codes(groups, n_rows=len(rows), texts=texts, entities=entities)
     blocks = site_blocks(activations, sites)
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from microtome.capture.activation_files import clear_scratch
 from microtome.capture.activation_sites import any_site
 from microtome.capture.activations import Activations
 from microtome.capture.sites import Site, near_matches
@@ -147,10 +148,11 @@ class Sweep:
         folder = Path(folder).resolve()
         if folder.exists() and not overwrite:
             raise FileExistsError(f"{folder} exists. Give another folder, or pass overwrite=True to replace it.")
-        if folder.exists() and not (folder / _FACTS).is_file():
-            raise FileExistsError(f"{folder} exists and holds no sweep, so it is left alone. Give another folder.")
+        if folder.exists():
+            _require_replaceable(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.part")
+        clear_scratch(folder)
+        scratch = folder.with_name(f".{folder.name}.{os.getpid()}.{uuid.uuid4().hex[:12]}.part")
         scratch.mkdir()
         try:
             self._write(scratch)
@@ -231,6 +233,18 @@ class Sweep:
             f"best {best['site']} AUROC {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}], "
             f"shuffled {best['control_auroc']:.3f}, p {best['p_best_site']:.3g})"
         )
+
+
+def _require_replaceable(folder: Path) -> None:
+    """Raise FileExistsError unless the folder holds a sweep and nothing else."""
+    try:
+        is_sweep = json.loads((folder / _FACTS).read_text(encoding="utf-8"))["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError):
+        is_sweep = False
+    if not is_sweep:
+        raise FileExistsError(f"{folder} exists and holds no sweep, so it is left alone. Give another folder.")
+    if other := sorted(file.name for file in folder.iterdir() if file.name not in (_TABLE, _ARRAYS, _FACTS)):
+        raise FileExistsError(f"{folder} holds {', '.join(other)} beside a sweep. Move that away, or save elsewhere.")
 
 
 def _sha256(file: Path) -> str:

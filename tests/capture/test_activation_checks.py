@@ -1,9 +1,10 @@
 """Finite or not: the fast test never misses one, and never cries wolf."""
 
+import numpy as np
 import pytest
 import torch
 
-from microtome.capture.activation_checks import check_finite
+from microtome.capture.activation_checks import as_tensors, check_finite
 from microtome.capture.sites import Site
 
 
@@ -27,3 +28,8 @@ def test_large_values_are_no_infinities(dtype):
 def test_overflow_of_float16_is_explained():
     with pytest.raises(ValueError, match=r"float16 overflows at 65504: use torch.float32 or torch.bfloat16"):
         check_finite(Site("mlp_out", 1), torch.tensor([[1e5]]).half())
+
+
+def test_a_masked_array_is_refused():
+    with pytest.raises(TypeError, match="is a masked array"):
+        as_tensors({"a.0": np.ma.array([[999.0, 1.0]], mask=[[True, False]])})

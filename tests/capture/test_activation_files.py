@@ -261,3 +261,37 @@ def test_columns_must_have_one_type(tmp_path):
     with pytest.raises(TypeError, match=r"rows cannot be written as Parquet: .*mixed.*Give every column one type"):
         Activations(rows, acts.tensors, {}).save(tmp_path / "acts")
     assert names_in(tmp_path) == set()
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path) -> None:
+    acts = Activations.from_arrays({"a.0": np.ones((3, 2))})
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "manifest.json").write_text('{"mine": 1}')
+    with pytest.raises(FileExistsError, match="holds no activations"):
+        acts.save(foreign, overwrite=True)
+    own = acts.save(tmp_path / "own")
+    (own / "notes.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"holds notes\.txt beside activations"):
+        acts.save(own, overwrite=True)
+    assert (own / "notes.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("change", [{"files": None}, {"files": {}}, {"sites": []}, {"sites": ["z"]}])
+def test_a_manifest_that_lists_nothing_is_damaged(tmp_path, change) -> None:
+    path = Activations.from_arrays({"a.0": np.ones((3, 2))}).save(tmp_path / "acts")
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | change))
+    with pytest.raises(ValueError, match="does not list the files and sites"):
+        Activations.load(path)
+
+
+def test_what_killed_writers_left_goes_with_the_next_save(tmp_path) -> None:
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    left = tmp_path / f".acts.{int(gone.stdout)}.abc.part"
+    running = tmp_path / f".acts.{os.getpid()}.abc.part"
+    left.mkdir()
+    running.mkdir()
+    Activations.from_arrays({"a.0": np.ones((3, 2))}).save(tmp_path / "acts")
+    assert not left.exists()
+    assert running.exists()

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
-from microtome.capture.collect import capture
+from microtome.capture.collect import _check_settings, capture
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel
 from microtome.capture.positions import Span
@@ -293,8 +293,29 @@ def test_a_model_in_training_mode_is_refused_even_if_its_parts_were_found_before
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"sites": 5}, "sites=5: give a name"), ({"sites": "z", "labels": [1]}, "labels is a list; give columns by name")],
+    [((5, None), "sites=5: give a name"), (("z", [1]), "labels is a list; give columns by name")],
 )
 def test_arguments_of_another_kind(tiny, arguments, message) -> None:
     with pytest.raises(TypeError, match=message):
-        capture(tiny("llama"), [[3, 4, 5]], progress=False, **arguments)
+        _check_settings(tiny("llama"), *arguments, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_a_dtype_that_cannot_hold_activations(tiny, dtype) -> None:
+    with pytest.raises(TypeError, match="cannot hold activations"):
+        capture(tiny("llama"), [[3, 4, 5]], "resid_post.0", dtype=dtype, progress=False)
+
+
+def test_activations_captured_in_inference_mode_can_be_trained_on(tiny) -> None:
+    with torch.inference_mode():
+        acts = capture(tiny("llama"), [[3, 4, 5]], "resid_post.0", progress=False)
+    weight = torch.ones(32, requires_grad=True)
+    (acts["resid_post.0"] @ weight).sum().backward()
+    assert weight.grad.abs().sum() > 0
+
+
+def test_token_ids_are_in_the_row_table(tiny) -> None:
+    acts = capture(tiny("llama"), [[3, 4, 5], [6, 7]], "resid_post.0", "all", progress=False)
+    assert acts.rows["token_ids"].tolist() == ["3 4 5"] * 3 + ["6 7"] * 2
+    as_array = capture(tiny("llama"), np.array([[3, 4, 5]]), "resid_post.0", progress=False)
+    torch.testing.assert_close(as_array["resid_post.0"], acts["resid_post.0"][2:3])

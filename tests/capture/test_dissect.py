@@ -1,5 +1,6 @@
 """Anatomies of tiny models of each kind, against what their authors' modules say; and a model left as it was."""
 
+import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -10,6 +11,7 @@ from torch import nn
 from microtome.capture.anatomy import Anatomy
 from microtome.capture.dissect import NotDissectable, dissect
 from microtome.capture.sites import Site
+from microtome.capture.taps import taps
 
 # what each kind's own module names say, known to this test alone
 OUTPUT_PROJECTION = {
@@ -203,3 +205,53 @@ def test_what_cannot_be_dissected_says_why(tiny) -> None:
     noisy.model.norm.register_forward_hook(lambda m, a, out: out + torch.rand_like(out))
     with pytest.raises(NotDissectable, match="two results for the same input"):
         dissect(noisy)
+
+
+def test_threads_may_dissect_one_model_at_once_beside_forwards(tiny) -> None:
+    model = tiny("llama")
+    ids = torch.arange(3, 12)[None]
+    bare = model(ids).logits
+    found, seen = [], []
+
+    def plain() -> None:
+        seen.extend(model(ids).logits for _ in range(30))
+
+    threads = [threading.Thread(target=lambda: found.append(dissect(model))) for _ in range(3)]
+    threads.append(threading.Thread(target=plain))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    assert all(anatomy is found[0] for anatomy in found)
+    assert all(identity.holds for identity in found[0].proof)
+    assert len(seen) == 30
+    assert all(torch.equal(logits, bare) for logits in seen)
+
+
+def test_replaced_added_and_removed_modules_are_noticed(tiny) -> None:
+    model = tiny("llama")
+    before = dissect(model)
+    assert dissect(model) is before
+    model.model.layers[2] = tiny("llama", seed=1).model.layers[2]
+    after = dissect(model)
+    assert after is not before
+    del model.model.layers[2]
+    model.config.num_hidden_layers = 2
+    assert dissect(model).layers == 2
+
+
+def test_taps_that_are_open_are_not_part_of_what_is_proved(tiny) -> None:
+    model = tiny("llama")
+    expected = set(dissect(model).taps)
+    with taps(model, ["resid_post.0"], {"z.1.0": lambda z: -z}):
+        assert set(dissect(model, again=True).taps) == expected
+        model(torch.arange(3, 12)[None])
+
+
+def test_weights_of_nan_are_named(tiny) -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(NotDissectable, match="returns NaN for random tokens"):
+        dissect(model)

@@ -273,6 +273,12 @@ class Outer(nn.Module):
         return self.block(*args, **kwargs)
 
 
+def numbered(path, side, slot, calls):
+    """`resid_post.0` at each of some calls of one module."""
+    sites = [Site("resid_post", 0, call=n) for n in range(calls)]
+    return Anatomy("Toy", (), 4, {site: Tap(site, Point(path, side, slot, site.call), width=4) for site in sites})
+
+
 def one_tap(path, side, slot):
     return Anatomy("Toy", (), 4, {Site("resid_post", 0): Tap(Site("resid_post", 0), Point(path, side, slot), width=4)})
 
@@ -404,9 +410,8 @@ class Looped(nn.Module):
 
 def test_a_numbered_call_is_that_call_of_every_forward():
     model, x, delta = Looped(), torch.randn(2, 3, 4), torch.arange(4.0)
-    point = Point("block", "out")
-    sites = [Site("resid_post", 0, call=n) for n in range(3)]
-    anatomy = Anatomy("Looped", (), 4, {site: Tap(site, point, width=4) for site in sites})
+    anatomy = numbered("block", "out", None, 3)
+    sites = list(anatomy.taps)
     with taps(
         model, ["resid_post.0@0", "resid_post.0@2"], {"resid_post.0@1": lambda value: delta}, anatomy=anatomy
     ) as tape:
@@ -422,7 +427,7 @@ def test_a_numbered_call_is_that_call_of_every_forward():
 def test_calls_are_counted_anew_after_a_forward_that_broke_off():
     model, x = Looped(), torch.randn(2, 3, 4)
     site = Site("resid_post", 0, call=1)
-    anatomy = Anatomy("Looped", (), 4, {site: Tap(site, Point("block", "out"), width=4)})
+    anatomy = numbered("block", "out", None, 3)
 
     def fail(module, args):
         raise ZeroDivisionError

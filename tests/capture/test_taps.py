@@ -1,4 +1,6 @@
+import asyncio
 import copy
+import threading
 
 import pytest
 import torch
@@ -565,3 +567,63 @@ def test_a_copy_of_a_model_is_not_tapped_by_taps_of_the_original(tappable, forwa
         forward(twin)
     assert torch.equal(twin_tape["z.1"], tape["z.1"])
     assert twin_tape.firings == tape.firings
+
+
+# ---- contexts that are copied, interleaved or left half way
+
+
+def test_interleaved_generators_leave_nothing_on(tappable, forward):
+    model, anatomy = tappable("llama")
+    bare = forward(model)
+
+    def edited(site):
+        with taps(model, ["resid_post.0"], {site: zeros if site == "z.0" else (lambda z: -z)}, anatomy=anatomy):
+            forward(model)
+            yield
+
+    for _ in zip(edited("z.1.0"), edited("z.2.1"), strict=True):
+        pass
+    assert torch.equal(forward(model), bare)
+
+
+def test_child_tasks_and_threads_are_not_edited(tappable, forward):
+    model, anatomy = tappable("llama")
+    bare = forward(model)
+    ran = []
+
+    async def child(gate):
+        ran.append(forward(model))
+        await gate.wait()
+        ran.append(forward(model))
+
+    async def parent():
+        gate = asyncio.Event()
+        with taps(model, [], {"z.1.0": lambda z: -z}, anatomy=anatomy):
+            assert not torch.equal(forward(model), bare)
+            task = asyncio.create_task(child(gate))
+            ran.append(await asyncio.to_thread(forward, model))
+            await asyncio.sleep(0)
+            assert not torch.equal(forward(model), bare)
+        gate.set()
+        await task
+
+    asyncio.run(parent())
+    assert len(ran) == 3
+    assert all(torch.equal(value, bare) for value in ran)
+
+
+def test_a_generator_closed_in_another_thread_ends_its_taps_here(tappable, forward):
+    model, anatomy = tappable("llama")
+    bare = forward(model)
+
+    def edited():
+        with taps(model, [], {"z.1.0": lambda z: -z}, anatomy=anatomy):
+            forward(model)
+            yield
+
+    held = edited()
+    next(held)
+    thread = threading.Thread(target=held.close)
+    thread.start()
+    thread.join()
+    assert torch.equal(forward(model), bare)

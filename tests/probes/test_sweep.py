@@ -230,3 +230,22 @@ def test_labels_that_only_shuffle_into_one_class_are_refused():
     labels, groups = np.arange(40) < 10, np.arange(40) // 5
     with pytest.raises(ValueError, match="hold no row of class 1"):
         sweep({"a.0": noise(40, 2)}, labels, groups=groups, **QUICK)
+
+
+def test_rows_of_one_text_and_texts_of_the_same_tokens_must_share_a_group():
+    rng = np.random.default_rng(0)
+    features = {"a.0": rng.normal(size=(120, 6))}
+    labels = balanced(120)
+    rows = pd.DataFrame({"text": np.repeat(np.arange(40), 3)})
+    with pytest.raises(ValueError, match="text"):
+        sweep(Activations.from_arrays(features, rows=rows), labels, groups="rows", **QUICK)
+    alike = pd.DataFrame({"token_ids": [f"{n // 2} 7" for n in range(120)]})
+    with pytest.raises(ValueError, match="7"):
+        sweep(Activations.from_arrays(features, rows=alike), labels, groups="rows", **QUICK)
+    sweep(Activations.from_arrays(features, rows=rows), labels, groups=rows["text"], **QUICK)
+
+
+@pytest.mark.parametrize(("name", "value"), [("permutations", 19), ("bootstraps", 99)])
+def test_too_few_draws_to_mean_anything(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        sweep({"a.0": np.zeros((120, 2))}, balanced(120), groups="rows", **QUICK | {name: value})
