@@ -69,6 +69,7 @@ class Tap:
         through: for `head_out` the output projection's path; for a `resid_mid` that is only read where the MLP
             reads it, the site whose edit stands for it. None otherwise.
         factor: for `through` sites, the factor with which the contribution enters the stream.
+        rows_of: where the module works on tokens without a batch axis, the point whose `[batch, position]` they are.
     """
 
     site: Site
@@ -78,6 +79,7 @@ class Tap:
     width: int = 0
     through: str | None = None
     factor: float = 1.0
+    rows_of: Point | None = None
 
 
 Role = Literal["mixer", "mlp", "cross", "extra"]

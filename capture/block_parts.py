@@ -151,7 +151,10 @@ def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles:
             continue
         if len(found) == 1:
             point = parts.block.contributions[found[0]].point
-            parts.taps.append(Tap(parts.block.site(kind), point, width=width, factor=walk.terms[found[0]].factor))
+            is_flat = graph.nodes[walk.terms[found[0]].node].value.ndim == 2
+            rows_of = parts.block.entry if is_flat else None
+            factor = walk.terms[found[0]].factor
+            parts.taps.append(Tap(parts.block.site(kind), point, width=width, factor=factor, rows_of=rows_of))
         else:
             what = WHAT_ROLES_DO[role]
             parts.refuse(kind, f"{len(found)} of the terms of block {parts.block.path} {what}; one was expected")

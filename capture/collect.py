@@ -93,6 +93,11 @@ def capture(
         add_generation_prompt=add_generation_prompt,
     )
     is_ready = isinstance(encoded, ReadyInputs)
+    if not is_ready and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(module).__name__} is an encoder-decoder, which texts alone do not run: hand capture() its "
+            "model inputs as a mapping with input_ids, attention_mask and decoder_input_ids."
+        )
     anatomy = dissect(module, inputs=_two_rows(encoded, module) if is_ready else None)
     wanted = anatomy.expand(sites)
     if not wanted:

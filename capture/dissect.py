@@ -85,7 +85,7 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
     started = time.perf_counter()
     batches = probe_batches(model) if inputs is None else _given_batches(model, inputs)
     graph, seams = _recorded(model, batches[0])
-    chain, *others = _stacks(graph)
+    chain, *others = _stacks(graph, batches[0])
     norms = Norms()
     parts = [block_parts(graph, c, k, seams, norms) for c in (chain, *others) for k in range(len(c.calls))]
     tail = find_tail(graph, chain, norms)
@@ -128,7 +128,8 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
         NotDissectable: the model does not take token ids, or has no token embedding.
     """
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if embedding is None or "input_ids" not in inspect.signature(model.forward).parameters:
+    accepted = inspect.signature(model.forward).parameters
+    if embedding is None or "input_ids" not in accepted:
         raise NotDissectable(
             f"{type(model).__name__} does not take token ids. Hand dissect(model, inputs=...) two or more rows of what "
             "it takes instead, such as a processor makes of images or sounds."
@@ -145,7 +146,11 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
         mask[1, length - 4 :] = 0
         mask[2, length - 2 :] = 0
         device = embedding.weight.device
-        batches.append({"input_ids": ids.to(device), "attention_mask": mask.to(device)})
+        batch = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        if "decoder_input_ids" in accepted and getattr(model.config, "is_encoder_decoder", False):
+            written = torch.randint(min(3, vocabulary - 1), vocabulary, (3, length - 2), generator=generator)
+            batch["decoder_input_ids"] = written.to(device)
+        batches.append(batch)
     return batches[0], batches[1]
 
 
@@ -169,7 +174,7 @@ def _given_batches(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[st
 
 
 def _padding_errors(model: nn.Module, exit: Point, batch: dict[str, Any]) -> dict[PaddingRecipe, float]:
-    if "input_ids" not in batch or "attention_mask" not in batch:
+    if "input_ids" not in batch or "attention_mask" not in batch or "decoder_input_ids" in batch:
         return {}
     rows = zip(batch["input_ids"], batch["attention_mask"], strict=True)
     return padding_errors(model, exit, [ids[mask.bool()] for ids, mask in rows], pad_id=int(batch["input_ids"][0, 0]))
@@ -208,7 +213,7 @@ def _first_tensor(output: object) -> Tensor:
     return next(t for _, t in elements(output) if t.is_floating_point())
 
 
-def _stacks(graph: OpGraph) -> list[Chain]:
+def _stacks(graph: OpGraph, batch: Mapping[str, Any]) -> list[Chain]:
     """Every chain of blocks: first the main one, whose end reaches the model's output, then the others, named.
 
     A chain whose end goes into another chain that reaches the output (an encoder) is not the main one; of those left
@@ -227,6 +232,12 @@ def _stacks(graph: OpGraph) -> list[Chain]:
             "which takes the tensor [batch, position, width] that the one before returned, on the way to the output."
         )
     main = chains[last[0]]
+    shape, ids = graph.nodes[ends[last[0]]].value.shape, batch.get("decoder_input_ids", batch.get("input_ids"))
+    if ids is not None and shape[:2] != ids.shape:
+        raise NotDissectable(
+            f"The stream of {type(graph.model).__name__} is {list(shape)} for token ids {list(ids.shape)}; it must be "
+            "[batch, position, width], or positions of tokens could not be told in it."
+        )
     others = [chain for chain in chains if chain is not main and len(chain.calls) > 1]
     names = _stack_names(graph, main, others)
     return [main, *(replace(chain, stack=name) for chain, name in zip(others, names, strict=True))]

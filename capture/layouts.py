@@ -78,6 +78,42 @@ class Whole:
         return value.clone()
 
 
+@dataclass(eq=False)
+class RowsOf:
+    """A tap that notes the `[batch, position]` of a tensor, for a module that then works on all tokens in one axis."""
+
+    slot: int | str | None
+    phase: int = PHASE_COPY
+    call: int | None = None
+    fired: int = 0
+    rows: tuple[int, int] = (0, 0)
+
+    def apply(self, tensor: Tensor, passing: Passing) -> Tensor:
+        self.rows = (tensor.shape[0], tensor.shape[1])
+        self.fired += 1
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The tensor holds the value with batch and position in one axis.
+
+    Attributes:
+        of: notes how many of each there are.
+    """
+
+    of: RowsOf
+
+    def present(self, tensor: Tensor, passing: Passing) -> Tensor:
+        return tensor.unflatten(0, self.of.rows)
+
+    def add(self, tensor: Tensor, delta: Tensor, passing: Passing) -> Tensor:
+        return tensor + delta.flatten(0, 1)
+
+    def put(self, tensor: Tensor, value: Tensor, passing: Passing) -> Tensor:
+        return value.flatten(0, 1).clone()
+
+
 @dataclass(frozen=True, eq=False)
 class Columns:
     """Heads are columns of the tensor, once the axes after (batch, position) are flattened.

@@ -22,7 +22,9 @@ from microtome.capture.layouts import (
     HeadWrite,
     Layout,
     Remember,
+    RowsOf,
     StreamBetween,
+    Tokens,
     Whole,
 )
 from microtome.capture.live_taps import (
@@ -152,6 +154,7 @@ class _Places:
     reads: dict[Site, LiveRead | LivePatternRead] = field(default_factory=dict)
     edits: dict[Site, LiveEdit | LivePatternEdit] = field(default_factory=dict)
     remembered: dict[Point, Remember] = field(default_factory=dict)
+    noted: dict[Point, RowsOf] = field(default_factory=dict)
 
     def read(self, site: Site, read: Read) -> None:
         tap = self.anatomy.tap(site)
@@ -164,7 +167,7 @@ class _Places:
                     f"{site} with keep_graph=True would give the gradient through the MLP alone: here it is the MLP's "
                     f"input, not the trunk. Read {tap.through}: its gradient is {tap.factor:g} times that of {site}."
                 )
-            layout, phase = _layout(tap, site.head)
+            layout, phase = self._layout(tap, site.head)
             live = LiveRead(site, tap.point.slot, phase, layout, read.select, read.keep_graph, tap.point.call)
         self.reads[site] = live
         self._place(tap.point, live)
@@ -179,10 +182,18 @@ class _Places:
             point = self.anatomy.tap(tap.through).point
             live = LiveEdit(site, point.slot, PHASE_ABOVE, self._stream_between(tap, point), function, point.call)
         else:
-            layout, phase = _layout(tap, site.head)
+            layout, phase = self._layout(tap, site.head)
             live = LiveEdit(site, point.slot, phase, layout, function, point.call)
         self.edits[site] = live
         self._place(point, live)
+
+    def _layout(self, tap: Tap, head: int | None) -> tuple[Layout, int]:
+        if tap.rows_of is None:
+            return _layout(tap, head)
+        if tap.rows_of not in self.noted:
+            self.noted[tap.rows_of] = RowsOf(tap.rows_of.slot, call=tap.rows_of.call)
+            self._place(tap.rows_of, self.noted[tap.rows_of])
+        return Tokens(self.noted[tap.rows_of]), PHASE_VALUE
 
     def _place(self, point: Point, live: LiveTap) -> None:
         side: Side = point.side if point.side != "seam" else "seam out" if point.slot in ("z", "pattern") else "seam in"

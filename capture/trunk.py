@@ -118,7 +118,9 @@ def _link(
             continue
         for entry_slot, into in after.inputs.items():
             other = graph.nodes[into].value
-            if out == into or (same_shape and value.shape == other.shape):
+            # a block that takes the stream at another argument than its successor (an encoder before a decoder) is none
+            is_same_place = entry_slot in before.inputs
+            if is_same_place and (out == into or (same_shape and value.shape == other.shape)):
                 return entry_slot, exit_slot
     return None
 
