@@ -77,6 +77,27 @@ def demo(
         run_demo(settings, as_json=as_json)
 
 
+models = typer.Typer(no_args_is_help=True, help="What is known of a model.")
+app.add_typer(models, name="models")
+
+
+@models.callback()
+def _models() -> None:
+    """What is known of a model."""
+
+
+@models.command()
+def check(
+    name: Annotated[str, typer.Argument(help="bundled name, hub id, folder or GGUF file")],
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+) -> None:
+    """Find a model's parts, prove them, and print which sites it offers, which not and why."""
+    with _user_errors():
+        from microtome.app.models_check import check_model
+
+        check_model(name, as_json=as_json)
+
+
 def _settings(config: Path | None, given: dict) -> DemoConfig:
     held: dict = {}
     if config is not None:

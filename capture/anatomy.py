@@ -294,6 +294,27 @@ class Anatomy:
             return []
         return sorted(replace(s, head=site.head) for s in self.taps if replace(s, call=None) == site.whole)
 
+    def coverage(self) -> pd.DataFrame:
+        """One row per stack and kind of site: how many blocks offer it, of how many, and why others do not.
+
+        Columns: stack ("" is the main one), kind, offered, of (blocks, or 1 for a place in the whole model), reason.
+        """
+        rows = []
+        known = [*self.taps, *self.unavailable]
+        for stack in self.stacks:
+            for kind in dict.fromkeys(name for name in KINDS if any((s.stack, s.kind) == (stack, name) for s in known)):
+                offered = sum((s.stack, s.kind) == (stack, kind) for s in self.taps)
+                why = [r for s, r in self.unavailable.items() if (s.stack, s.kind) == (stack, kind)]
+                rows.append((stack, kind, offered, offered + len(why), "; ".join(dict.fromkeys(why))))
+        return pd.DataFrame(rows, columns=["stack", "kind", "offered", "of", "reason"])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every identity held, and every block of the main stack offers attn_out, mlp_out and heads (z)."""
+        needed = {(block.layer, block.call, kind) for block in self.main for kind in ("attn_out", "mlp_out", "z")}
+        offered = {(site.layer, site.call, site.kind) for site in self.taps if not site.stack}
+        return needed <= offered and all(identity.holds for identity in self.proof)
+
     def proof_table(self) -> pd.DataFrame:
         """The proof as a table: identity, site, error, limit, holds, note."""
         return pd.DataFrame([vars(identity) for identity in self.proof])

@@ -87,7 +87,9 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
     graph, seams = _recorded(model, batches[0])
     chain, *others = _stacks(graph, batches[0])
     norms = Norms()
-    parts = [block_parts(graph, c, k, seams, norms) for c in (chain, *others) for k in range(len(c.calls))]
+    stacks = [[block_parts(graph, c, k, seams, norms) for k in range(len(c.calls))] for c in (chain, *others)]
+    # a chain beside the main one in which no block adds to a stream is no stack of blocks (convolutions before a model)
+    parts = [part for s in stacks if s is stacks[0] or any(p.block.contributions for p in s) for part in s]
     tail = find_tail(graph, chain, norms)
     embedding = token_embedding(graph, batches[0].get("decoder_input_ids", batches[0].get("input_ids")))
     taps = [tap for part in parts for tap in part.taps] + _whole_model_taps(graph, tail, embedding)

@@ -222,3 +222,20 @@ def tiny_family(family: str, seed: int = 0, **changes: Any) -> nn.Module:
         model = build.from_config(config).eval().float()
     perturb(model, seed)
     return model
+
+
+def inputs(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor] | None:
+    """Two rows of model inputs for models that read no token ids (images, sounds); None for those that do."""
+    name = model.main_input_name
+    if name == "input_ids":
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+    shapes = {
+        "pixel_values": (2, 3, 16, 16),
+        "input_values": (2, 1200),
+        "input_features": (2, getattr(config, "num_mel_bins", 16), 24),
+    }
+    if name == "input_values" and config.model_type == "audio-spectrogram-transformer":
+        return {name: torch.randn(2, config.max_length, config.num_mel_bins, generator=generator)}
+    return {name: torch.randn(shapes[name], generator=generator)}
