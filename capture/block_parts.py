@@ -151,9 +151,10 @@ def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles:
             continue
         if len(found) == 1:
             point = parts.block.contributions[found[0]].point
-            is_flat = graph.nodes[walk.terms[found[0]].node].value.ndim == 2
-            rows_of = parts.block.entry if is_flat else None
-            factor = walk.terms[found[0]].factor
+            term = walk.terms[found[0]]
+            tapped = graph.nodes[graph.calls[term.call].outputs[term.slot]].value
+            rows_of = parts.block.entry if tapped.ndim == 2 else None
+            factor = term.factor
             parts.taps.append(Tap(parts.block.site(kind), point, width=width, factor=factor, rows_of=rows_of))
         else:
             what = WHAT_ROLES_DO[role]

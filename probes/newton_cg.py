@@ -92,6 +92,7 @@ def approach(
         new_slope, curvature = _gradient(rows, tasks, point, score)
         rise = _dot(new_slope, direction)
         passes[here] += is_open
+        has_overshot = is_open
         for _ in range(MAX_CUTS):
             has_overshot = is_open & (rise > -0.5 * descent)
             if not has_overshot.any():

@@ -15,6 +15,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from microtome.capture.anatomy import Anatomy
+from microtome.capture.dissect import NotDissectable, dissect
+from microtome.capture.padding import call_options
+
 LARGEST = 30_000_000  # parameters; some configurations have huge defaults under names of their own
 LAYERS, HEADS, KV_HEADS, D_HEAD, D_MODEL, D_MLP, VOCABULARY = 3, 4, 2, 8, 32, 48, 120
 
@@ -177,7 +181,6 @@ VISION = [
     "beit",
     "clip_vision_model",
     "siglip_vision_model",
-    "vit_mae",
     "swin",
     "convnext",
 ]
@@ -239,3 +242,44 @@ def inputs(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor] | None:
     if name == "input_values" and config.model_type == "audio-spectrogram-transformer":
         return {name: torch.randn(2, config.max_length, config.num_mel_bins, generator=generator)}
     return {name: torch.randn(shapes[name], generator=generator)}
+
+
+FAMILIES = list(
+    dict.fromkeys([*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *VARIANTS, *ENCODERS, *SEQ2SEQ, *VISION, *AUDIO])
+)
+GROUPS = {
+    "causal": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "options": list(VARIANTS),
+    "encoders": ENCODERS,
+    "encoder-decoders": SEQ2SEQ,
+    "vision": VISION,
+    "audio": AUDIO,
+}
+
+
+def built(name: str) -> nn.Module | str:
+    """The tiny model of a family or variant, or why it does not build or run."""
+    family, changes = VARIANTS.get(name, (name, {}))
+    try:
+        model = tiny_family(family, **changes)
+        given = inputs(model)
+        if given is None:
+            given = {"input_ids": torch.randint(3, 100, (2, 9))}
+            if getattr(model.config, "is_encoder_decoder", False):
+                given["decoder_input_ids"] = torch.randint(3, 100, (2, 5))
+        with torch.no_grad():
+            model(**given, **call_options(model))
+    except Exception as error:  # whatever a family says of a configuration that is none of its own
+        return f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"
+    return model
+
+
+def verdict(model: nn.Module) -> tuple[str, Anatomy | None]:
+    """ "full", "part" or "refused", and the anatomy."""
+    try:
+        anatomy = dissect(model, inputs=inputs(model))
+    except NotDissectable:
+        return "refused", None
+    has_head = model.get_output_embeddings() is not None if hasattr(model, "get_output_embeddings") else False
+    offers_logits = any(site.kind == "logits" for site in anatomy.taps)
+    return "full" if anatomy.is_whole and (offers_logits or not has_head) else "part", anatomy

@@ -1,0 +1,174 @@
+"""Every family that builds is found and proved as far as it was when it was last looked at, and no site is wrong.
+
+`expected.json` holds the verdict of each: "full" (every identity holds; attn_out, mlp_out and heads in every block of
+the main stack), "part", or "refused". A third of them runs in the fast suite, the others with `-m slow`. Beside the
+proof itself, two things are compared that it does not use: the hidden states that transformers reports, and activations
+that `capture` keeps of texts alone and in a padded batch.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_families import AUDIO, FAMILIES, VISION, built, inputs, verdict
+
+from microtome.capture.collect import capture
+from microtome.capture.dissect import NotDissectable, dissect
+from microtome.capture.models import LoadedModel
+from microtome.capture.padding import call_options
+from microtome.capture.taps import taps
+
+EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text(encoding="utf-8"))
+NAMES = [
+    pytest.param(name, marks=[] if number % 3 == 0 else [pytest.mark.slow]) for number, name in enumerate(EXPECTED)
+]
+TOKENS = {"input_ids": torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(5))}
+
+
+def test_every_family_is_listed() -> None:
+    assert set(EXPECTED) <= set(FAMILIES)
+    unlisted = set(FAMILIES) - set(EXPECTED)
+    assert all(isinstance(built(name), str) for name in sorted(unlisted)[:5])  # those that do not build
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_family(name: str) -> None:
+    model = built(name)
+    assert not isinstance(model, str), model
+    found, anatomy = verdict(model)
+    assert found == EXPECTED[name], None if anatomy is None else [i for i in anatomy.proof if not i.holds][:5]
+    if anatomy is None:
+        return
+    assert not model._forward_hooks
+    failed = {identity.site for identity in anatomy.proof if not identity.holds}
+    assert not failed & {str(site) for site in anatomy.taps}, "a site is offered whose own identity failed"
+    _compare_hidden_states(model, anatomy)
+    _compare_alone_and_in_a_batch(name, model, anatomy)
+
+
+def _compare_hidden_states(model, anatomy) -> None:
+    """Where transformers reports a hidden state per block, they are the streams between the blocks."""
+    given = inputs(model) or TOKENS
+    if getattr(model.config, "is_encoder_decoder", False) or not anatomy.main:
+        return
+    streams = [block.site("resid_pre") for block in anatomy.main]
+    if not all(site in anatomy.taps for site in streams):
+        return
+    with torch.no_grad(), taps(model, streams, anatomy=anatomy) as tape:
+        try:
+            reported = model(**given, **call_options(model), output_hidden_states=True).get("hidden_states")
+        except (TypeError, AttributeError, ValueError):
+            return
+    if reported is None or len(reported) != len(streams) + 1:
+        return
+    for site, state in zip(streams, reported, strict=False):
+        if state.shape == tape[site].shape and not torch.equal(state, tape[site]):
+            # some models report after a norm or a dropout of their own: then no two agree
+            assert site.layer == 0 or not torch.allclose(state, tape[site], rtol=1e-3), f"{site} is nearly the state"
+
+
+def _compare_alone_and_in_a_batch(name: str, model, anatomy) -> None:
+    if anatomy.padding is None or name in (*VISION, *AUDIO):
+        return
+    loaded = LoadedModel.from_module(model, name=name)
+    sites = [str(site) for site in anatomy.taps if site.kind in ("resid_post", "z", "mlp_out") and not site.stack]
+    texts = [TOKENS["input_ids"][0].tolist(), TOKENS["input_ids"][1, :4].tolist()]
+    together = capture(loaded, texts, sites, "last", progress=False)
+    for row, text in enumerate(texts):
+        alone = capture(loaded, [text], sites, "last", progress=False)
+        for site in sites:
+            value, other = alone[site][0], together[site][row]
+            assert float((value - other).norm() / value.norm()) < 1e-4, f"{site}, text {row}"
+
+
+# ---- families that other tools were reported to get wrong
+
+
+def test_grouped_queries_have_fewer_key_heads_than_query_heads() -> None:
+    anatomy = dissect(built("llama"))
+    assert (anatomy.tap("z.0").head_count, anatomy.tap("k.0").head_count) == (4, 2)
+    with pytest.raises(IndexError, match="has 2 heads, 0 to 1"):
+        anatomy.tap("k.0.2")
+
+
+def test_what_gemma_2_adds_is_read_after_its_post_norms() -> None:
+    anatomy = dissect(built("gemma2"))
+    assert anatomy.tap("attn_out.1").point.module.endswith("post_attention_layernorm")
+    assert anatomy.tap("mlp_out.1").point.module.endswith("post_feedforward_layernorm")
+
+
+def test_gpt_2_padded_on_the_left_needs_position_ids() -> None:
+    errors = dissect(built("gpt2")).padding_errors
+    assert errors["left side, position ids none"] > 0.01
+    assert errors["left side, position ids cumsum"] < 1e-4
+
+
+def test_roberta_counts_positions_itself() -> None:
+    errors = dissect(built("roberta")).padding_errors
+    assert errors["right side, position ids none"] < 1e-4
+    assert errors["right side, position ids cumsum"] > 0.01
+
+
+def test_falcons_attention_is_kept_before_the_mlp_is_added_into_it() -> None:
+    model = built("falcon old")
+    anatomy = dissect(model)
+    sites = ["resid_pre.1", "attn_out.1", "mlp_out.1", "resid_post.1"]
+    with torch.no_grad(), taps(model, sites, anatomy=anatomy) as tape:
+        model(**TOKENS)
+    before, attention, mlp, after = (tape[site] for site in sites)
+    torch.testing.assert_close(before + attention + mlp, after)
+    assert not torch.allclose(attention, mlp)
+
+
+def test_an_encoder_decoder_has_two_stacks_and_cross_attention() -> None:
+    model = built("t5")
+    anatomy = dissect(model)
+    assert anatomy.stacks == {"": 2, "encoder": 3}
+    given = TOKENS | {"decoder_input_ids": torch.randint(3, 100, (2, 5))}
+    sites = ["resid_mid.0", "mlp_out.0", "resid_post.0", "cross_out.0", "encoder.resid_post.2", "encoder.z.1.3"]
+    with torch.no_grad(), taps(model, sites, anatomy=anatomy) as tape:
+        model(**given)
+    torch.testing.assert_close(tape["resid_mid.0"] + tape["mlp_out.0"], tape["resid_post.0"])
+    assert tape["cross_out.0"].shape == (2, 5, 32)
+    assert tape["encoder.resid_post.2"].shape == (2, 9, 32)
+    assert tape["encoder.z.1.3"].shape == (2, 9, 8)
+
+
+def test_a_block_that_runs_three_times_is_three_calls() -> None:
+    model = built("albert")
+    anatomy = dissect(model)
+    assert anatomy.layers == 1
+    assert [str(site) for site in anatomy.expand("resid_post")] == [f"resid_post.0@{n}" for n in range(3)]
+    assert anatomy.expand("z.0.2") == anatomy.expand(["z.0.2@0", "z.0.2@1", "z.0.2@2"])
+    with pytest.raises(KeyError, match=r"runs 3 times in one forward. Name a call: resid_post\.0@0 to resid_post\.0@2"):
+        anatomy.tap("resid_post.0")
+    with torch.no_grad():
+        with taps(model, ["resid_post", "resid_pre"], anatomy=anatomy) as bare:
+            model(**TOKENS)
+        with taps(model, "resid_post", {"mlp_out.0@1": torch.ones_like}, anatomy=anatomy) as edited:
+            model(**TOKENS)
+    assert torch.equal(bare["resid_post.0@0"], bare["resid_pre.0@1"])
+    assert torch.equal(bare["resid_post.0@0"], edited["resid_post.0@0"])
+    assert not torch.allclose(bare["resid_post.0@1"], edited["resid_post.0@1"])
+
+
+def test_tokens_in_one_axis_are_given_back_their_rows() -> None:
+    model = built("opt")
+    anatomy = dissect(model)
+    delta = torch.randn(32)
+    sites = ["resid_pre.1", "attn_out.1", "mlp_out.1", "resid_post.1"]
+    with torch.no_grad():
+        with taps(model, sites, anatomy=anatomy) as tape:
+            model(**TOKENS)
+        with taps(model, "resid_post.1", {"mlp_out.1": lambda value: delta}, anatomy=anatomy) as edited:
+            model(**TOKENS)
+    assert tape["mlp_out.1"].shape == (2, 9, 32)
+    torch.testing.assert_close(tape["resid_pre.1"] + tape["attn_out.1"] + tape["mlp_out.1"], tape["resid_post.1"])
+    torch.testing.assert_close(edited["resid_post.1"], tape["resid_post.1"] + delta)
+
+
+@pytest.mark.parametrize("name", ["cpmant", "xlnet"])
+def test_a_stream_with_other_axes_than_the_tokens_is_refused(name: str) -> None:
+    with pytest.raises(NotDissectable, match=r"it must be \[batch, position, width\]"):
+        dissect(built(name))
