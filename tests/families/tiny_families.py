@@ -244,17 +244,16 @@ def inputs(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor] | None:
     return {name: torch.randn(shapes[name], generator=generator)}
 
 
-FAMILIES = list(
-    dict.fromkeys([*sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *VARIANTS, *ENCODERS, *SEQ2SEQ, *VISION, *AUDIO])
-)
+_CAUSAL = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 GROUPS = {
-    "causal": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    "options": list(VARIANTS),
-    "encoders": ENCODERS,
-    "encoder-decoders": SEQ2SEQ,
+    "causal language models": _CAUSAL,
+    "options of known families": list(VARIANTS),
+    "encoders": [name for name in ENCODERS if name not in _CAUSAL],
+    "encoder-decoders": [name for name in SEQ2SEQ if name not in _CAUSAL],
     "vision": VISION,
     "audio": AUDIO,
 }
+FAMILIES = [name for names in GROUPS.values() for name in names]
 
 
 def built(name: str) -> nn.Module | str:
