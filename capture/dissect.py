@@ -24,7 +24,7 @@ from microtome.capture.head_layout import SeamRecord
 from microtome.capture.hooks import ACTIVE
 from microtome.capture.models import LoadedModel
 from microtome.capture.opgraph import OpGraph, elements
-from microtome.capture.padding import LIMIT, call_options, padding_errors
+from microtome.capture.padding import call_options, limit_for, padding_errors
 from microtome.capture.proof import Proof
 from microtome.capture.seam_record import RecordedCall, recorded_seam_calls
 from microtome.capture.sites import KINDS, Site
@@ -111,7 +111,7 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
         taps=offered,
         unavailable=unavailable,
         proof=tuple(proof.record),
-        padding=next((recipe for recipe, error in errors.items() if error <= LIMIT), None),
+        padding=next((recipe for recipe, error in errors.items() if error <= limit_for(model)), None),
         padding_errors={f"{r.side} side, position ids {r.position_ids}": e for r, e in errors.items()},
         final_norm=tail.norm.module if tail.norm else None,
         unembedding=tail.unembedding,
@@ -230,8 +230,9 @@ def _stacks(graph: OpGraph, batch: Mapping[str, Any]) -> list[Chain]:
     last = [i for i in reaching if not any(ends[i] in behind[j] for j in reaching if j != i)]
     if not last:
         raise NotDissectable(
-            f"{type(graph.model).__name__} has no chain of blocks: modules of one class in one container, each of "
-            "which takes the tensor [batch, position, width] that the one before returned, on the way to the output."
+            f"{type(graph.model).__name__} has no chain of blocks: modules in one list or of one class in one "
+            "container, each of which takes the tensor [batch, position, width] that the one before returned, on the way "
+            "to the output."
         )
     main = chains[last[0]]
     shape, ids = graph.nodes[ends[last[0]]].value.shape, batch.get("decoder_input_ids", batch.get("input_ids"))
@@ -241,8 +242,21 @@ def _stacks(graph: OpGraph, batch: Mapping[str, Any]) -> list[Chain]:
             "[batch, position, width], or positions of tokens could not be told in it."
         )
     others = [chain for chain in chains if chain is not main and len(chain.calls) > 1]
+    _require_all_blocks(graph, main, chains)
     names = _stack_names(graph, main, others)
     return [main, *(replace(chain, stack=name) for chain, name in zip(others, names, strict=True))]
+
+
+def _require_all_blocks(graph: OpGraph, main: Chain, chains: list[Chain]) -> None:
+    """Raise if modules of the main list ran outside every chain: layers would be missing without a word."""
+    container, _, _ = graph.calls[main.calls[0]].path.rpartition(".")
+    chained = {graph.calls[i].path for chain in chains for i in chain.calls}
+    ran = dict.fromkeys(call.path for call in graph.calls if call.path.rpartition(".")[0] == container)
+    if left := [path for path in ran if path not in chained]:
+        raise NotDissectable(
+            f"{type(graph.model).__name__} runs {', '.join(left[:4])} in the list of its blocks, but not as blocks: "
+            "none of the others takes what they return, or they take the stream at another argument."
+        )
 
 
 def _stack_names(graph: OpGraph, main: Chain, others: list[Chain]) -> list[str]:

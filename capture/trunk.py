@@ -1,7 +1,7 @@
 """The residual stream on the recorded op graph: which modules are blocks, and what each block adds to its stream.
 
-Blocks are a chain: modules of one class in one container, each of which takes the tensor that the one before
-returned. Inside a block the trunk is walked back from its output through additions, multiplications by numbers, views
+Blocks are a chain: modules in one list, or of one class in one container, each of which takes the tensor that the one
+before returned. Inside a block the trunk is walked back from its output through additions, multiplications by numbers, views
 and norms; the operand from which the block's input is reachable by such steps alone is the trunk, the other is a
 contribution, and the numbers met on the way are its factor. A norm is recognised by what it does: it depends on
 the position alone, mixes the coordinates, and does not change when its input is doubled.
@@ -60,10 +60,12 @@ class Chain:
         return graph.calls[self.calls[k]].inputs[self.entry]
 
     def label(self, graph: OpGraph, k: int) -> tuple[int, int | None]:
-        """Number of block k's module in the stack, and of its call where modules run several times."""
+        """Number of block k's module in the stack (in its list), and of its call where modules run several times."""
         paths = list(dict.fromkeys(graph.calls[i].path for i in self.calls))
         here = graph.calls[self.calls[k]]
-        return paths.index(here.path), graph.point(self.calls[k], "out", None).call
+        number = here.path.rpartition(".")[2]
+        layer = int(number) if number.isdecimal() else paths.index(here.path)
+        return layer, graph.point(self.calls[k], "out", None).call
 
     def exit_node(self, graph: OpGraph, k: int) -> int:
         """Node of the stream leaving block k."""
@@ -72,10 +74,12 @@ class Chain:
 
 def find_chains(graph: OpGraph) -> list[Chain]:
     """All chains of blocks that are not inside another chain, heaviest (most parameters) first."""
-    groups: dict[tuple[str, type], list[int]] = {}
+    groups: dict[tuple[str, type | None], list[int]] = {}
     for index, call in enumerate(graph.calls):
         container, _, _ = call.path.rpartition(".")
-        groups.setdefault((container, type(call.module)), []).append(index)
+        # blocks of a hybrid are of several classes, in one list
+        is_list = isinstance(graph.model.get_submodule(container), nn.ModuleList)
+        groups.setdefault((container, None if is_list else type(call.module)), []).append(index)
     chains = [chain for calls in groups.values() for chain in _linked_runs(graph, calls)]
     chains.sort(key=lambda c: -sum(p.numel() for i in c.calls for p in graph.calls[i].module.parameters()))
     outer: list[Chain] = []
@@ -104,7 +108,11 @@ def _linked_runs(graph: OpGraph, calls: list[int]) -> list[Chain]:
     elif len(calls) == 1:
         call = graph.calls[calls[0]]
         container = graph.model.get_submodule(call.path.rpartition(".")[0])
-        if isinstance(container, nn.ModuleList) and (found := _link(graph, call, call, same_shape=True)):
+        if (
+            isinstance(container, nn.ModuleList)
+            and len(container) == 1
+            and (found := _link(graph, call, call, same_shape=True))
+        ):
             runs.append(Chain((calls[0],), *found))
     return runs
 

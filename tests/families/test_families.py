@@ -172,3 +172,34 @@ def test_tokens_in_one_axis_are_given_back_their_rows() -> None:
 def test_a_stream_with_other_axes_than_the_tokens_is_refused(name: str) -> None:
     with pytest.raises(NotDissectable, match=r"it must be \[batch, position, width\]"):
         dissect(built(name))
+
+
+def test_layers_of_a_hybrid_keep_their_numbers() -> None:
+    model = built("jamba")  # Mamba, attention, Mamba: blocks of two classes in one list
+    anatomy = dissect(model)
+    assert anatomy.layers == 3
+    assert [anatomy.tap(f"resid_post.{k}").point.module for k in range(3)] == [f"model.layers.{k}" for k in range(3)]
+    assert [site.layer for site in anatomy.sites if site.kind == "z"] == [1]
+    with pytest.raises(KeyError, match=r"z\.0 is not available on this JambaForCausalLM: no split into heads"):
+        anatomy.tap("z.0")
+
+
+class Detour(torch.nn.Module):
+    """A list of three blocks, of which the middle one is given something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 8)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(4)])
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embed
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.blocks[1](self.blocks[0](self.embed(input_ids)))
+        return self.blocks[3](x + self.blocks[2](torch.sin(x)))
+
+
+def test_blocks_beside_the_chain_are_not_passed_over_in_silence() -> None:
+    with pytest.raises(NotDissectable, match=r"blocks\.\d.* in the list of its blocks, but not as blocks"):
+        dissect(Detour().eval())

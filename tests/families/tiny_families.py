@@ -76,6 +76,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     | {"num_kv_shared_layers": 0, "laurel_rank": 8, "layer_types": ["full_attention"] * LAYERS},
     "gemma4_text": PER_LAYER,
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "kimi_linear": {
         "linear_head_dim": 8,
         "linear_num_heads": HEADS,
