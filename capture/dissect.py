@@ -231,8 +231,8 @@ def _stacks(graph: OpGraph, batch: Mapping[str, Any]) -> list[Chain]:
     if not last:
         raise NotDissectable(
             f"{type(graph.model).__name__} has no chain of blocks: modules in one list or of one class in one "
-            "container, each of which takes the tensor [batch, position, width] that the one before returned, on the way "
-            "to the output."
+            "container, each of which takes the tensor [batch, position, width] that the one before returned, on the "
+            "way to the output."
         )
     main = chains[last[0]]
     shape, ids = graph.nodes[ends[last[0]]].value.shape, batch.get("decoder_input_ids", batch.get("input_ids"))

@@ -1,10 +1,10 @@
 """The residual stream on the recorded op graph: which modules are blocks, and what each block adds to its stream.
 
 Blocks are a chain: modules in one list, or of one class in one container, each of which takes the tensor that the one
-before returned. Inside a block the trunk is walked back from its output through additions, multiplications by numbers, views
-and norms; the operand from which the block's input is reachable by such steps alone is the trunk, the other is a
-contribution, and the numbers met on the way are its factor. A norm is recognised by what it does: it depends on
-the position alone, mixes the coordinates, and does not change when its input is doubled.
+before returned. Inside a block the trunk is walked back from its output through additions, multiplications by numbers,
+views and norms; the operand from which the block's input is reachable by such steps alone is the trunk, the other is a
+contribution, and the numbers met on the way are its factor. A norm is recognised by what it does: it depends on the
+position alone, mixes the coordinates, and does not change when its input is doubled.
 """
 
 import itertools
