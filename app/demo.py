@@ -51,16 +51,16 @@ class DemoResult:
 
 
 def demo_data(config: DemoConfig) -> pd.DataFrame:
-    """The texts of a demo run: columns `text`, `label` (two values), `group`.
+    """The texts of a demo run: columns `text`, `label` (True for the positive class), `class_name`, `group`.
 
     Raises:
         ValueError: a file whose labels do not have exactly two values, or fewer texts than asked for.
     """
     if config.data == "sentiment":
         per_domain = 2 * round(config.texts / (2 * len(DOMAINS)))
-        return sentiment(per_domain=per_domain, seed=config.seed)
+        return _named(sentiment(per_domain=per_domain, seed=config.seed))
     if config.data == "toy":
-        return toy_sentiment(min(config.texts, 200), seed=config.seed)
+        return _named(toy_sentiment(min(config.texts, 200), seed=config.seed))
     group = None if config.group_column == "texts" else config.group_column
     table = read_table(config.data, text=config.text_column, label=config.label_column, group=group)
     values = sorted(table["label"].unique())
@@ -73,6 +73,10 @@ def demo_data(config: DemoConfig) -> pd.DataFrame:
     if "group" not in table:
         table = table.assign(group=text_groups(table["text"].tolist()))
     return table if len(table) <= config.texts else table.sample(config.texts, random_state=config.seed).sort_index()
+
+
+def _named(table: pd.DataFrame) -> pd.DataFrame:
+    return table.assign(class_name=table["label"].map({True: "positive", False: "negative"}))
 
 
 def run_demo(config: DemoConfig, *, as_json: bool = False) -> DemoResult:
@@ -178,8 +182,7 @@ def write_run(
 
 def _data_facts(config: DemoConfig, table: pd.DataFrame) -> dict[str, str | int]:
     facts: dict[str, str | int] = {"source": config.data, "rows": len(table), "table_sha256": table_sha256(table)}
-    if "class_name" in table:
-        facts["positive_class"] = str(table.loc[table["label"], "class_name"].iloc[0])
+    facts["positive_class"] = str(table.loc[table["label"].astype(bool), "class_name"].iloc[0])
     if config.data == "sentiment":
         facts |= {"package": SENTIMENT_ARCHIVE.requirement, "archive_sha256": SENTIMENT_ARCHIVE.sha256}
     return facts
@@ -212,11 +215,7 @@ def demo_report(
         Section("Texts that the best site gets wrong", _WRONG, table=_most_wrong(result, table), table_name="wrong"),
         Section("What it took", table=pd.DataFrame({"step": list(seconds), "seconds": list(seconds.values())})),
     ]
-    positive = (
-        ", ".join(sorted({str(c) for c in table.loc[table["label"].astype(bool), "class_name"]}))
-        if ("class_name" in table)
-        else "True"
-    )
+    positive = table.loc[table["label"].astype(bool), "class_name"].iloc[0]
     lead = (
         f"A linear probe at every layer's residual stream and every head of {loaded.provenance.name}, at the "
         f"{config.position} token of {len(table)} texts ({config.data}). Scores are out of fold, folds keep groups "
@@ -271,8 +270,7 @@ def _most_wrong(result: Sweep, table: pd.DataFrame) -> pd.DataFrame:
     score = pd.Series(result.scores[best])
     shown = table.assign(score=score.round(2), wrong_by=score.where(~label, -score))
     shown = shown[shown["wrong_by"] > 0].sort_values("wrong_by", ascending=False)
-    label_column = "class_name" if "class_name" in shown else "label"
-    columns = [c for c in ("text", label_column, "score", "domain", "rating") if c in shown]
+    columns = [c for c in ("text", "class_name", "score", "domain", "rating") if c in shown]
     return shown[columns].head(15).reset_index(drop=True)
 
 

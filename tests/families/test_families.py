@@ -203,3 +203,39 @@ class Detour(torch.nn.Module):
 def test_blocks_beside_the_chain_are_not_passed_over_in_silence() -> None:
     with pytest.raises(NotDissectable, match=r"blocks\.\d.* in the list of its blocks, but not as blocks"):
         dissect(Detour().eval())
+
+
+# ---- false proofs: what passes some identities and must be caught by another
+
+
+def test_fnets_fourier_sublayer_is_a_mixer_and_no_norm() -> None:
+    anatomy = dissect(built("fnet"))  # mix, add, norm: unchanged by doubling, vector parameters only, but not pointwise
+    assert {block.contributions[0].role for block in anatomy.main} == {"mixer"}
+    assert [site.layer for site in anatomy.expand("attn_out")] == [0, 1, 2]
+    with pytest.raises(KeyError, match="no split into heads"):
+        anatomy.tap("z.1")
+
+
+def test_a_list_that_attention_returns_is_written_as_a_list() -> None:
+    model = built("openai-gpt")
+    anatomy = dissect(model)
+    delta = torch.randn(32, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        with taps(model, "resid_post.1", anatomy=anatomy) as bare:
+            model(**TOKENS)
+        with taps(model, "resid_post.1", {"attn_out.1": lambda value: delta}, anatomy=anatomy) as edited:
+            model(**TOKENS)
+    assert (bare["resid_post.1"] != edited["resid_post.1"]).any(-1).all()  # every row and position
+    assert all(i.holds for i in anatomy.proof if i.name == "edit")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("diffllama", "identity 'head causality'"),  # pairs of half heads
+        ("bitnet", "no split into heads"),  # a norm over all heads before the projection
+    ],
+)
+def test_slices_of_the_projection_that_are_no_heads_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(KeyError, match=reason):
+        dissect(built(name)).tap("z.1")
