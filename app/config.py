@@ -32,7 +32,7 @@ class DemoConfig(BaseModel):
     name: str = Field("demo", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$", description="name of the run")
 
     @model_validator(mode="after")
-    def _file_exists(self) -> "DemoConfig":
+    def _data_can_be_used(self) -> "DemoConfig":
         if self.data not in ("sentiment", "toy") and not Path(self.data).is_file():
             raise ValueError(f"data: {self.data!r} is neither 'sentiment', 'toy' nor a file here ({Path.cwd()}).")
         if self.data not in ("sentiment", "toy") and self.group_column is None:

@@ -137,15 +137,14 @@ def run_demo(config: DemoConfig, *, as_json: bool = False) -> DemoResult:
     write_run(run, config, loaded, table, activations.provenance, result, seconds)
     took("report")
     run.record(seconds=seconds)
-    replaced = run.path.with_name(f".{run.path.name}.previous")
     if as_json:
         print(json.dumps({"run": str(run.path), "seconds": seconds, "best": _records(result.best(SHOWN))}))
     else:
         print_best(console, result)
         report = _from_here(run.path) / "report.html"
         console.print(f"{sum(seconds.values()):.0f} s in all. Report: {report}", markup=False, soft_wrap=True)
-        if replaced.is_dir():
-            said = f"The run of this name before it is kept in {_from_here(replaced)}, until the next one."
+        if run.previous.is_dir():
+            said = f"The run of this name before it is kept in {_from_here(run.previous)}, until the next one."
             console.print(said, markup=False, soft_wrap=True)
     return DemoResult(run, result, seconds)
 

@@ -52,9 +52,7 @@ def save_activations(
     if path.exists():
         _require_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    clear_scratch(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:12]}.part")
-    scratch.mkdir()
+    scratch = scratch_beside(path)
     try:
         _write(scratch, rows, tensors, provenance)
         _put_in_place(scratch, path)
@@ -71,16 +69,24 @@ def _require_replaceable(path: Path) -> None:
         raise FileExistsError(
             f"{path} exists and holds no activations, so it is left alone. Give another path."
         ) from error
-    if other := sorted(file.name for file in path.iterdir() if file.name not in (_TENSORS, _ROWS, _MANIFEST)):
-        raise FileExistsError(f"{path} holds {', '.join(other)} beside activations. Move that away, or save elsewhere.")
+    refuse_other_files(path, (_TENSORS, _ROWS, _MANIFEST), "activations")
 
 
-def clear_scratch(path: Path) -> None:
-    """Remove what processes that were killed while they wrote beside `path` have left: `.<name>.<pid>.<hex>.part`."""
+def refuse_other_files(folder: Path, own: tuple[str, ...], what: str) -> None:
+    """Raise FileExistsError if a folder that is to be replaced holds more than its own files."""
+    if other := sorted(file.name for file in folder.iterdir() if file.name not in own):
+        raise FileExistsError(f"{folder} holds {', '.join(other)} beside {what}. Move that away, or save elsewhere.")
+
+
+def scratch_beside(path: Path) -> Path:
+    """A new folder beside `path` to write in, `.<name>.<pid>.<hex>.part`; those of processes that were killed go."""
     for scratch in path.parent.glob(f".{path.name}.*.*.part"):
         pid = scratch.name.removeprefix(f".{path.name}.").split(".")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(scratch, ignore_errors=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:12]}.part")
+    fresh.mkdir()
+    return fresh
 
 
 def load_activations(

@@ -131,7 +131,6 @@ class Block:
         exit: where it leaves.
         contributions: its terms, in the order in which they are computed.
         hops: the trunk from entry to exit; empty when it could not be walked.
-        seams: paths of the modules of this block that call transformers' attention interface.
         is_parallel: whether the MLP reads the same stream as the mixer, so that there is no stream between them.
         layer: number of its module in the stack.
         stack: name of its stack, "" for the main one.
@@ -143,7 +142,6 @@ class Block:
     exit: Point
     contributions: tuple[Contribution, ...] = ()
     hops: tuple[Hop, ...] = ()
-    seams: tuple[str, ...] = ()
     is_parallel: bool = False
     layer: int = 0
     stack: str = ""

@@ -48,9 +48,7 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     entry, exit = graph.point(chain.calls[k], "in", chain.entry), graph.point(chain.calls[k], "out", chain.exit)
     layer, number = chain.label(graph, k)
     here = tuple(s for s in seams if graph.is_inside(s.call, chain.calls[k]))
-    block = Block(
-        call.path, entry, exit, seams=tuple(s.path for s in here), layer=layer, stack=chain.stack, call=number
-    )
+    block = Block(call.path, entry, exit, layer=layer, stack=chain.stack, call=number)
     parts = BlockParts(block)
     parts.taps += [Tap(block.site("resid_pre"), entry, width=width), Tap(block.site("resid_post"), exit, width=width)]
     try:

@@ -57,9 +57,10 @@ def dissect(
         NotDissectable: in training mode, not deterministic, without token ids as input, or without a chain of blocks.
     """
     module = model.module if isinstance(model, LoadedModel) else model
+    if not again and (known := _known(module)) is not None:  # no waiting for another model's dissection
+        return known
     with _DISSECTING:
-        known = _KNOWN.get(module)
-        if again or known is None or not _is_made_of(module, known[1]):
+        if again or _known(module) is None:
             outer = ACTIVE.set(())
             try:
                 with torch.inference_mode(False), torch.no_grad():
@@ -68,6 +69,12 @@ def dissect(
                 ACTIVE.reset(outer)
             _KNOWN[module] = anatomy, [ref(part) for part in _parts(module)]
         return _KNOWN[module][0]
+
+
+def _known(module: nn.Module) -> Anatomy | None:
+    """What was found before, if the module still consists of the same modules."""
+    known = _KNOWN.get(module)
+    return known[0] if known is not None and _is_made_of(module, known[1]) else None
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

@@ -78,7 +78,7 @@ class Run:
             facts = {"name": name, "seed": seed, "environment": environment()}
             (fresh / "provenance.json").write_text(_json_text(facts), encoding="utf-8")
             if path.exists():
-                previous = path.with_name(f".{name}.previous")
+                previous = cls(path).previous
                 if previous.exists():
                     shutil.rmtree(previous)
                 os.replace(path, previous)
@@ -108,6 +108,11 @@ class Run:
         if not _is_run(path):
             raise ValueError(f"{path} is no run folder: config.yaml or provenance.json is missing. Give a runs/<name>.")
         return cls(path)
+
+    @property
+    def previous(self) -> Path:
+        """Where the run of this name is kept that this one replaced; there is none if it replaced none."""
+        return self.path.with_name(f".{self.path.name}.previous")
 
     @property
     def name(self) -> str:

@@ -16,9 +16,8 @@ from microtome.probes.fold_basis import FoldBasis
 
 AXES = 128  # of wider rows only the leading ones: the rest costs more to find and apply than it saves in products
 ROUNDS = 2  # of subspace iteration
-LEAK = (
-    1e-5  # float32 axes are not quite orthonormal; as much of `beside` is left on them, so that nothing turns negative
-)
+# float32 axes are not quite orthonormal; as much of `beside` is left on them, so that nothing turns negative
+LEAK = 1e-5
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from microtome.capture.activation_files import clear_scratch
+from microtome.capture.activation_files import refuse_other_files, scratch_beside
 from microtome.capture.activation_sites import any_site
 from microtome.capture.activations import Activations
 from microtome.capture.sites import Site, near_matches
@@ -151,9 +150,7 @@ class Sweep:
         if folder.exists():
             _require_replaceable(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        clear_scratch(folder)
-        scratch = folder.with_name(f".{folder.name}.{os.getpid()}.{uuid.uuid4().hex[:12]}.part")
-        scratch.mkdir()
+        scratch = scratch_beside(folder)
         try:
             self._write(scratch)
             if folder.exists():
@@ -243,8 +240,7 @@ def _require_replaceable(folder: Path) -> None:
         is_sweep = False
     if not is_sweep:
         raise FileExistsError(f"{folder} exists and holds no sweep, so it is left alone. Give another folder.")
-    if other := sorted(file.name for file in folder.iterdir() if file.name not in (_TABLE, _ARRAYS, _FACTS)):
-        raise FileExistsError(f"{folder} holds {', '.join(other)} beside a sweep. Move that away, or save elsewhere.")
+    refuse_other_files(folder, (_TABLE, _ARRAYS, _FACTS), "a sweep")
 
 
 def _sha256(file: Path) -> str:

@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a forked worker woul
 import gguf
 import pytest
 import torch
+from perturbation import perturb
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -91,14 +92,6 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: BertModel(bert_config()),
     "bert_masked_lm": lambda: BertForMaskedLM(bert_config()),
 }
-
-
-def perturb(model: nn.Module, seed: int) -> None:
-    """Add noise of standard deviation 0.2 to every parameter, in place: attention is then far from uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 @pytest.fixture(scope="session")

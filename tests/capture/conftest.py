@@ -46,7 +46,7 @@ def llama_layer(layer: int) -> tuple[Block, list[Tap]]:
     at = f"model.layers.{layer}"
     attention, mlp = Point(f"{at}.self_attn", "out", 0), Point(f"{at}.mlp", "out")
     terms = (Contribution("mixer", attention, 1.0, None), Contribution("mlp", mlp, 1.0, None))
-    block = Block(at, Point(at, "in", 0), Point(at, "out"), terms, SEQUENTIAL, (f"{at}.self_attn",))
+    block = Block(at, Point(at, "in", 0), Point(at, "out"), terms, SEQUENTIAL)
     norm = Point(f"{at}.post_attention_layernorm", "in", 0)
     mid = Tap(Site("resid_mid", layer), norm, width=D_MODEL, through=f"attn_out.{layer}")
     projections = [
@@ -62,7 +62,7 @@ def gpt2_layer(layer: int) -> tuple[Block, list[Tap]]:
     at = f"transformer.h.{layer}"
     attention, mlp = Point(f"{at}.attn", "out", 0), Point(f"{at}.mlp", "out")
     terms = (Contribution("mixer", attention, 1.0, None), Contribution("mlp", mlp, 1.0, None))
-    block = Block(at, Point(at, "in", 0), Point(at, "out"), terms, SEQUENTIAL, (f"{at}.attn",))
+    block = Block(at, Point(at, "in", 0), Point(at, "out"), terms, SEQUENTIAL)
     mid = Tap(Site("resid_mid", layer), Point(f"{at}.ln_2", "in", 0), width=D_MODEL, through=f"attn_out.{layer}")
     fused = [
         Tap(Site(kind, layer), Point(f"{at}.attn.c_attn", "out"), columns(HEADS, start), HEADS, D_HEAD)
@@ -78,7 +78,7 @@ def bert_layer(layer: int) -> tuple[Block, list[Tap]]:
     terms = (Contribution("mixer", attention, 1.0, None), Contribution("mlp", mlp, 1.0, None))
     norms = [Hop("norm", module=f"{at}.attention.output.LayerNorm"), Hop("norm", module=f"{at}.output.LayerNorm")]
     hops = (Hop("add", 0), norms[0], Hop("add", 1), norms[1])
-    block = Block(at, Point(at, "in", 0), Point(at, "out"), terms, hops, (f"{at}.attention.self",))
+    block = Block(at, Point(at, "in", 0), Point(at, "out"), terms, hops)
     mid = Tap(Site("resid_mid", layer), Point(f"{at}.attention", "out", 0), width=D_MODEL)
     projections = [
         Tap(Site(kind, layer), Point(f"{at}.attention.self.{name}", "out"), columns(HEADS), HEADS, D_HEAD)

@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import torch
+from perturbation import perturb
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -205,14 +206,6 @@ def options(family: str) -> dict[str, Any]:
     small = {name: value for name, value in SMALL.items() if name in accepted}
     own = OPTIONS.get(family, {})
     return {name: value for name, value in (small | own).items() if value is not ...}
-
-
-def perturb(model: nn.Module, seed: int) -> None:
-    """Add noise of standard deviation 0.2 to every parameter, in place: attention is then far from uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 def tiny_family(family: str, seed: int = 0, **changes: Any) -> nn.Module:
