@@ -7,10 +7,11 @@ checked. `microtome.capture.taps` acts on it, `microtome.capture.dissect` and `p
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal
 
 import pandas as pd
-from torch import Tensor
+from torch import Tensor, nn
 
 from microtome.capture.batches import PaddingRecipe
 from microtome.capture.sites import KINDS, Site, near_matches
@@ -68,8 +69,11 @@ class Tap:
         width: size of the value's last axis; 0 where it depends on the text (pattern).
         through: for `head_out` the output projection's path; for a `resid_mid` that is only read where the MLP
             reads it, the site whose edit stands for it. None otherwise.
-        factor: for `through` sites, the factor with which the contribution enters the stream.
+        factor: number with which a contribution, or the one behind a `through` site, enters the stream.
+        vectors: paths of parameters by which it is multiplied as well, coordinate by coordinate.
         rows_of: where the module works on tokens without a batch axis, the point whose `[batch, position]` they are.
+        others: where several modules make up one term side by side, those that run before `point`, each with the number
+            by which its output counts against the one there; the site's value is their sum.
     """
 
     site: Site
@@ -79,11 +83,27 @@ class Tap:
     width: int = 0
     through: str | None = None
     factor: float = 1.0
+    vectors: tuple[str, ...] = ()
     rows_of: Point | None = None
+    others: tuple[tuple[Point, float], ...] = ()
 
 
-Role = Literal["mixer", "mlp", "cross", "extra"]
-TERM_OF_ROLE: dict[Role, str] = {"mixer": "attn_out", "mlp": "mlp_out", "cross": "cross_out", "extra": "extra_out"}
+Role = Literal["attention", "mixer", "mlp", "cross", "extra"]
+TERM_OF_ROLE: dict[Role, str] = {
+    "attention": "attn_out",
+    "mixer": "mixer_out",
+    "mlp": "mlp_out",
+    "cross": "cross_out",
+    "extra": "extra_out",
+}
+
+
+def coefficient(model: nn.Module, factor: float, vectors: tuple[str, ...]) -> float | Tensor:
+    """A number times the parameters and buffers at the given paths, coordinate by coordinate."""
+    value: float | Tensor = factor
+    for path in vectors:
+        value = value * attrgetter(path)(model).detach().flatten()
+    return value
 
 
 @dataclass(frozen=True)
@@ -91,17 +111,20 @@ class Contribution:
     """One term added to the residual stream of a block.
 
     Attributes:
-        role: "mixer" if it moves information between positions, "mlp" if not; "cross" if it reads another sequence
-            (an encoder's), "extra" if it reads another input at its own position.
+        role: "attention" if it moves information between positions by a softmax over them, "mixer" if it does so in
+            another way (a recurrence, a convolution), "mlp" if it does not; "cross" if it reads another sequence (an
+            encoder's), "extra" if it reads another input at its own position.
         point: the module output that is this very term.
         factor: the number it is multiplied by before it is added.
         projection: the input of the last linear map before the term leaves, None if there is none.
+        vectors: paths of parameters by which it is multiplied as well, coordinate by coordinate.
     """
 
     role: Role
     point: Point
     factor: float
     projection: Point | None
+    vectors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,16 +132,18 @@ class Hop:
     """One step of the trunk from a block's input to its output.
 
     Attributes:
-        step: "add" a contribution, "scale" by a number, or "norm" by a module.
+        step: "add" a contribution, "scale" by a number or vectors, "shift" by vectors, or "norm" by a module.
         contribution: index into the block's contributions, for "add".
-        factor: the number, for "scale", and the contribution's factor, for "add".
+        factor: the number, for "scale" and "shift", and the contribution's factor, for "add".
         module: path of the norm, for "norm".
+        vectors: paths of parameters by which the number is multiplied, coordinate by coordinate.
     """
 
-    step: Literal["add", "scale", "norm"]
+    step: Literal["add", "scale", "shift", "norm"]
     contribution: int | None = None
     factor: float = 1.0
     module: str | None = None
+    vectors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -308,9 +333,16 @@ class Anatomy:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every identity held, and every block of the main stack offers attn_out, mlp_out and heads (z)."""
-        needed = {(block.layer, block.call, kind) for block in self.main for kind in ("attn_out", "mlp_out", "z")}
-        offered = {(site.layer, site.call, site.kind) for site in self.taps if not site.stack}
+        """Whether every identity held, and every block of the main stack offers what it adds, and heads of each mixer.
+
+        Each block has a mixer (attn_out or mixer_out) with heads (z), and an MLP (mlp_out).
+        """
+        needed = {(block.layer, block.call, kind) for block in self.main for kind in ("mixes", "mlp_out", "z")}
+        offered = {
+            (site.layer, site.call, "mixes" if site.kind in ("attn_out", "mixer_out") else site.kind)
+            for site in self.taps
+            if not site.stack
+        }
         return needed <= offered and all(identity.holds for identity in self.proof)
 
     def proof_table(self) -> pd.DataFrame:

@@ -1,7 +1,8 @@
 """The parts of one block: contributions with roles, output projection, head layout, and where each site is tapped.
 
 Roles come from a test, not from names: the stream is changed at one position where a branch reads it, earlier terms
-held at their recorded values; a branch that then moves at other positions is the mixer, one that does not is the MLP.
+held at their recorded values; a branch that then moves at other positions is a mixer, one that does not is the MLP. A
+mixer is attention if there is a softmax over positions, or a call of the attention interface, on the way to its term.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,16 @@ import torch
 from torch import Tensor
 
 from microtome.capture.anatomy import TERM_OF_ROLE, Block, Contribution, HeadColumns, Hop, Point, Role, Tap
-from microtome.capture.head_layout import SeamRecord, before_rotation, column_match, head_axis, last_linear
+from microtome.capture.attention_ops import AttentionOp, attention_ops
+from microtome.capture.causality import SMALL, Hooks, Run, acts_decide, head_check
+from microtome.capture.head_layout import (
+    SeamRecord,
+    before_rotation,
+    column_match,
+    head_axes,
+    last_linear,
+    linear_maps,
+)
 from microtome.capture.opgraph import OpGraph
 from microtome.capture.plain_hooks import plain_hooks
 from microtome.capture.sites import Site
@@ -19,20 +29,23 @@ from microtome.capture.trunk import Chain, Norms, NotWalkable, Walk
 MOVED = 1e-4  # relative change that counts as having moved; rounding is 1e-6, a real dependence 1e-2 and more
 POSITION = 1  # the position that is changed
 WHAT_ROLES_DO = {
-    "mixer": "mix positions",
+    "attention": "mix positions by a softmax over them",
+    "mixer": "mix positions in another way",
     "mlp": "do not mix positions",
     "cross": "read another sequence",
     "extra": "read another input at their own position",
 }
 TERM_KINDS = ("resid_mid", "attn_out", "mlp_out", "mlp_act")
+MIXERS = ("attention", "mixer")
 HEAD_KINDS = ("q", "k", "q_rot", "k_rot", "v", "z", "head_out", "pattern")
 
 
 @dataclass
 class BlockParts:
-    """One block's description, the taps it could offer, and what it cannot offer and why."""
+    """One block's description, the linear maps behind its heads, the taps it could offer, and what it could not."""
 
     block: Block
+    linears: list[Point] = field(default_factory=list)
     taps: list[Tap] = field(default_factory=list)
     unavailable: dict[Site, str] = field(default_factory=dict)
 
@@ -57,28 +70,37 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
         for kind in (*TERM_KINDS, *HEAD_KINDS):
             parts.refuse(kind, f"the stream could not be followed through block {call.path}: {reason}")
         return parts
-    roles = _roles(graph, chain, k, walk)
+    ops = [attention_ops(graph, t.node, chain.calls[k], entry=walk.entry, shape=walk.shape) for t in walk.terms]
+    behind = [{node.index for node in graph.ancestors(term.node)} for term in walk.terms]
+    seams_of = [tuple(s for s in here if s.z in nodes) for nodes in behind]
+    roles: list[Role] = [
+        "attention" if role == "mixer" and (ops[i] or seams_of[i]) else role
+        for i, role in enumerate(_roles(graph, chain, k, walk))
+    ]
     contributions = tuple(
         Contribution(
             role,
             graph.point(term.call, "out", term.slot),
-            term.factor,
+            term.factor.number,
             _projection_input(graph, term.node, chain.calls[k]),
+            term.factor.vectors,
         )
         for term, role in zip(walk.terms, roles, strict=True)
     )
-    hops = tuple(Hop(s.step, s.term, s.factor, s.module) for s in walk.steps)
-    mixers = [i for i, role in enumerate(roles) if role == "mixer"]
+    hops = tuple(Hop(s.step, s.term, s.factor.number, s.module, s.factor.vectors) for s in walk.steps)
+    mixers = [i for i, role in enumerate(roles) if role in MIXERS]
     mlps = [i for i, role in enumerate(roles) if role == "mlp"]
     is_parallel = bool(
         len(mixers) == len(mlps) == 1 and walk.terms[mlps[0]].node not in graph.descendants(walk.terms[mixers[0]].node)
     )
     parts.block = replace(block, contributions=contributions, hops=hops, is_parallel=is_parallel)
     _add_terms(parts, graph, walk, width, roles, chain.calls[k])
-    if len(mixers) == 1:
-        behind = {node.index for node in graph.ancestors(walk.terms[mixers[0]].node)}
-        here = tuple(s for s in here if s.z in behind)
-        _add_heads(parts, graph, walk, width, mixers[0], here, chain.calls[k])
+    with_heads = [i for i in mixers if roles[i] == "attention"] or mixers
+    if len(with_heads) == 1:
+        i = with_heads[0]
+        heads = _Heads(parts, graph, walk, width, i, chain, k)
+        heads.add_z(seams_of[i])
+        heads.add_inputs(seams_of[i], ops[i])
     return parts
 
 
@@ -142,33 +164,79 @@ def _moves(graph: OpGraph, chain: Chain, k: int, walk: Walk, changed: int | str)
 
 def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles: list[Role], block: int) -> None:
     by_role = {role: [i for i, found in enumerate(roles) if found == role] for role in TERM_OF_ROLE}
-    mixers, mlps = by_role["mixer"], by_role["mlp"]
+    mixers, mlps = by_role["attention"] + by_role["mixer"], by_role["mlp"]
     for role, found in by_role.items():
         kind = TERM_OF_ROLE[role]
-        if role in ("cross", "extra") and not found:
+        is_other_mixer = role in MIXERS and len(mixers) > len(found) == 0
+        if not found and (role in ("cross", "extra") or is_other_mixer or (role == "mixer" and not mixers)):
             continue
-        if len(found) == 1:
-            point = parts.block.contributions[found[0]].point
-            term = walk.terms[found[0]]
-            tapped = graph.nodes[graph.calls[term.call].outputs[term.slot]].value
-            rows_of = parts.block.entry if tapped.ndim == 2 else None
-            factor = term.factor
-            parts.taps.append(Tap(parts.block.site(kind), point, width=width, factor=factor, rows_of=rows_of))
+        if found and _are_side_by_side(graph, walk, found):
+            parts.taps.append(_term_tap(parts, graph, walk, width, found, kind))
+        elif role == "attention" and not found and not mixers:
+            parts.refuse(kind, f"no term of block {parts.block.path} mixes positions")
         else:
             what = WHAT_ROLES_DO[role]
             parts.refuse(kind, f"{len(found)} of the terms of block {parts.block.path} {what}; one was expected")
-    if len(mlps) == 1 and (linear := last_linear(graph, walk.terms[mlps[0]].node, block)) is not None:
-        slot, node = next(iter(graph.calls[linear].inputs.items()))
-        value = graph.nodes[node].value
-        if value.ndim == 3 and value.shape[:2] == walk.shape[:2]:
-            point = graph.point(linear, "in", slot)
-            parts.taps.append(Tap(parts.block.site("mlp_act"), point, width=value.shape[-1]))
-        else:
-            reason = f"the MLP's last linear map gets a tensor of shape {tuple(value.shape)}"
-            parts.refuse("mlp_act", reason)
-    else:
-        parts.refuse("mlp_act", f"block {parts.block.path} has no single MLP with a last linear map")
+    _add_mlp_act(parts, graph, walk, mlps, block)
     _add_resid_mid(parts, graph, walk, width, mixers, mlps, block)
+
+
+def _are_side_by_side(graph: OpGraph, walk: Walk, terms: list[int]) -> bool:
+    """Whether terms count as one: none depends on another, and the same vectors scale them."""
+    nodes = [walk.terms[i].node for i in terms]
+    depends = any(b in graph.descendants(a) for a in nodes for b in nodes if a != b)
+    shapes = {graph.nodes[n].value.shape for n in nodes}
+    vectors = {walk.terms[i].factor.vectors for i in terms}
+    return not depends and (len(terms) == 1 or len(shapes) == 1) and len(vectors) == 1
+
+
+def _term_tap(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, terms: list[int], kind: str) -> Tap:
+    *others, last = sorted(terms, key=lambda i: walk.terms[i].node)
+    term, point = walk.terms[last], parts.block.contributions[last].point
+    tapped = graph.nodes[graph.calls[term.call].outputs[term.slot]].value
+    return Tap(
+        parts.block.site(kind),
+        point,
+        width=width,
+        factor=term.factor.number,
+        vectors=term.factor.vectors,
+        rows_of=parts.block.entry if tapped.ndim == 2 else None,
+        others=tuple(
+            (parts.block.contributions[i].point, walk.terms[i].factor.number / term.factor.number) for i in others
+        ),
+    )
+
+
+def _add_mlp_act(parts: BlockParts, graph: OpGraph, walk: Walk, mlps: list[int], block: int) -> None:
+    linear = last_linear(graph, walk.terms[mlps[0]].node, block) if len(mlps) == 1 else None
+    if linear is None:
+        parts.refuse("mlp_act", f"block {parts.block.path} has no single MLP with a last linear map")
+        return
+    slot, node = next(iter(graph.calls[linear].inputs.items()))
+    value, module = graph.nodes[node].value, graph.calls[linear].path
+    is_flat = value.ndim == 2 and len(value) == walk.shape[:2].numel()
+    if not is_flat and (value.ndim != 3 or value.shape[:2] != walk.shape[:2]):
+        parts.refuse("mlp_act", f"the MLP's last linear map gets a tensor of shape {tuple(value.shape)}")
+        return
+    point = graph.point(linear, "in", slot)
+    term = parts.block.contributions[mlps[0]].point
+    run = replay(graph, block)
+    if list(graph.calls[linear].outputs) != [None] or acts_decide(run, point, term, walk.shape[:2]) > SMALL:
+        parts.refuse("mlp_act", f"what the MLP adds depends on more than the input of {module}: experts, or a gate")
+        return
+    rows_of = parts.block.entry if is_flat else None
+    parts.taps.append(Tap(parts.block.site("mlp_act"), point, width=value.shape[-1], rows_of=rows_of))
+
+
+def replay(graph: OpGraph, block: int) -> Run:
+    """A function that runs one recorded block call again, with hooks."""
+
+    def run(hooks: Hooks) -> None:
+        args, kwargs = graph.arguments(graph.calls[block])
+        with plain_hooks(graph.model, hooks, calls_before=graph.calls_before(block)):
+            graph.calls[block].module(*args, **kwargs)
+
+    return run
 
 
 def _add_resid_mid(
@@ -202,83 +270,130 @@ def _add_resid_mid(
         for slot, node in call.inputs.items()
         if graph.source(node) == graph.source(middle)
     ]
-    if not readers or any(s.step != "scale" for s in between):
+    factors = [s.factor for s in between if s.step == "scale"]
+    if not readers or any(s.step not in ("scale", "shift") for s in between):
         parts.refuse("resid_mid", "no module takes or returns the stream between mixer and MLP")
         return
     factor = walk.terms[mixers[0]].factor
-    for step in between:
-        factor *= step.factor
-    through = str(parts.block.site("attn_out"))
-    parts.taps.append(Tap(site, graph.point(readers[0][0], "in", readers[0][1]), None, None, width, through, factor))
+    for other in factors:
+        factor = factor * other
+    through = str(parts.block.site(TERM_OF_ROLE[parts.block.contributions[mixers[0]].role]))
+    point = graph.point(readers[0][0], "in", readers[0][1])
+    parts.taps.append(Tap(site, point, None, None, width, through, factor.number, factor.vectors))
 
 
-def _add_heads(
-    parts: BlockParts,
-    graph: OpGraph,
-    walk: Walk,
-    width: int,
-    mixer: int,
-    seams: tuple[SeamRecord, ...],
-    block: int,
-) -> None:
-    site = parts.block.site
-    linear = last_linear(graph, walk.terms[mixer].node, block)
-    seam = seams[0] if len(seams) == 1 else None
-    z_tap, columns = _z_tap(graph, site("z"), linear, seam)
-    if z_tap is None:
-        for kind in ("z", "head_out"):
-            parts.refuse(kind, "no split into heads was found before the mixer's output projection")
-    else:
-        parts.taps.append(z_tap)
-        slot = next(iter(graph.calls[linear].outputs))
-        out = graph.point(linear, "out", slot)
-        parts.taps.append(Tap(site("head_out"), out, columns, z_tap.head_count, width, through=out.module))
-    if seam is None:
+@dataclass
+class _Heads:
+    """Finds the heads of one mixer: z before the output projection, and the queries, keys and values behind it."""
+
+    parts: BlockParts
+    graph: OpGraph
+    walk: Walk
+    width: int
+    mixer: int
+    chain: Chain
+    k: int
+
+    @property
+    def block(self) -> int:
+        """The block's call."""
+        return self.chain.calls[self.k]
+
+    def tap(self, kind: str, point: Point, columns: HeadColumns | None, heads: int, d_head: int) -> None:
+        """Offer a site of this block, subject to proof."""
+        self.parts.taps.append(Tap(self.parts.block.site(kind), point, columns, heads, d_head))
+
+    def add_z(self, seams: tuple[SeamRecord, ...]) -> None:
+        """z and head_out where heads are slices of the projection's input; z_attn where attention returns others."""
+        seam = seams[0] if len(seams) == 1 else None
+        linear = last_linear(self.graph, self.walk.terms[self.mixer].node, self.block)
+        refusal = "the mixer has no output projection"
+        is_at_seam = False
+        if linear is not None:
+            slot, into = next(iter(self.graph.calls[linear].inputs.items()))
+            value, point = self.graph.nodes[into].value, self.graph.point(linear, "in", slot)
+            columns, refusal = self._columns(value, into, point, seam, linear)
+            if columns is not None:
+                is_at_seam = seam is not None and self._is_seam_z(seam, value, columns)
+                z_at = seam.point("z") if is_at_seam else point
+                self.tap("z", z_at, None if is_at_seam else columns, columns.heads, columns.width)
+                out = self.graph.point(linear, "out", next(iter(self.graph.calls[linear].outputs)))
+                site = self.parts.block.site("head_out")
+                self.parts.taps.append(Tap(site, out, columns, columns.heads, self.width, through=out.module))
+                refusal = ""
+        if refusal:
+            self.parts.refuse("z", refusal)
+            self.parts.refuse("head_out", refusal)
+        if seam is not None and not is_at_seam:
+            _, _, heads, d_head = self.graph.nodes[seam.z].value.shape
+            self.tap("z_attn", seam.point("z"), None, heads, d_head)
+
+    def _columns(
+        self, value: Tensor, into: int, point: Point, seam: SeamRecord | None, linear: int
+    ) -> tuple[HeadColumns | None, str]:
+        """The layout of heads in the projection's input, or why there is none."""
+        if value.ndim != 3:
+            return None, f"the output projection {point.module} gets a tensor of shape {tuple(value.shape)}"
+        if seam is not None:
+            z = self.graph.nodes[seam.z].value
+            rows, heads, d_head = z.shape[0] * z.shape[1], z.shape[2], z.shape[3]
+            match = column_match(z.reshape(rows, -1), value.reshape(rows, -1)) if z.numel() == value.numel() else None
+            if match is not None:
+                return HeadColumns(match.view(heads, d_head)), ""
+        found = head_axes(self.graph, into, self.block)
+        if not found:
+            return None, "no split into heads was found before the mixer's output projection"
+        self.parts.linears = linears = linear_maps(self.graph, into, self.block, entry=self.walk.entry)
+        seen = ""
+        for axes in found:
+            columns = HeadColumns(torch.arange(value.shape[-1]).view(*axes))
+            wrong, note = head_check(replay(self.graph, self.block), point, value, columns, 0, linears)
+            if not wrong:
+                return columns, ""
+            seen = seen or f"{axes[0]} heads of {axes[1]} columns of {point.module}'s input are no heads: {note}"
+        return None, seen
+
+    def _is_seam_z(self, seam: SeamRecord, value: Tensor, columns: HeadColumns) -> bool:
+        z = self.graph.nodes[seam.z].value
+        return z.numel() == value.numel() and torch.equal(value[..., columns.columns].reshape(z.shape), z)
+
+    def add_inputs(self, seams: tuple[SeamRecord, ...], ops: list[AttentionOp]) -> None:
+        """q, k and v, their rotated forms and the pattern."""
+        if len(seams) == 1:
+            self._add_at_seam(seams[0])
+            return
+        silent = "this model's attention does not go through transformers' attention interface"
+        if seams:
+            silent = f"the block calls the attention interface in {len(seams)} modules"
+        elif not ops:
+            silent = "this mixer has no attention over positions"
         for kind in ("q", "k", "v", "q_rot", "k_rot", "pattern"):
-            parts.refuse(
-                kind,
-                "this model's attention does not go through transformers' attention interface"
-                if not seams
-                else f"the block calls the attention interface in {len(seams)} modules",
-            )
-        return
-    q_heads = graph.nodes[seam.q].value.shape[1]
-    parts.taps.append(Tap(site("pattern"), seam.point("pattern"), head_count=q_heads))
-    for kind, node in (("q", seam.q), ("k", seam.k), ("v", seam.v)):
-        _, heads, _, d_head = graph.nodes[node].value.shape
-        found = before_rotation(graph, seam.call, node, source=walk.entry)
-        at_seam = seam.point(kind)
-        if found is not None:
-            parts.taps.append(Tap(site(kind), found[0], found[1], heads, d_head))
-        elif kind == "v":
-            parts.taps.append(Tap(site(kind), at_seam, None, heads, d_head))
-        else:
-            parts.refuse(
-                kind,
-                f"no module output holds the {kind} heads as columns; {kind}_rot is available",
-            )
-        if kind != "v":
-            parts.taps.append(Tap(site(f"{kind}_rot"), at_seam, None, heads, d_head))
+            self.parts.refuse(kind, silent)
+        if seams or len(ops) != 1 or not any(t.site.kind == "z" for t in self.parts.taps):
+            return
+        for kind, node, width in ops[0].parts(self.graph):
+            if (found := self._before(node, self.block, ops[0].heads, width)) is None:
+                self.parts.refuse(kind, f"{silent}, and no module output holds the {kind} heads as columns")
+                continue
+            del self.parts.unavailable[self.parts.block.site(kind)]
+            self.tap(kind, *found, found[1].heads, found[1].width)
 
+    def _before(self, node: int, mixer: int, heads: int, width: int) -> tuple[Point, HeadColumns] | None:
+        shape = self.walk.shape[0], self.walk.shape[1]
+        return before_rotation(self.graph, mixer, node, source=self.walk.entry, shape=shape, heads=heads, width=width)
 
-def _z_tap(
-    graph: OpGraph, site: Site, linear: int | None, seam: SeamRecord | None
-) -> tuple[Tap | None, HeadColumns | None]:
-    """z at the attention interface where it is the projection's input, else at the projection's input."""
-    if linear is None:
-        return None, None
-    slot, into = next(iter(graph.calls[linear].inputs.items()))
-    value = graph.nodes[into].value
-    if value.ndim != 3:
-        return None, None
-    if seam is not None:
-        z = graph.nodes[seam.z].value
-        rows, heads, d_head = z.shape[0] * z.shape[1], z.shape[2], z.shape[3]
-        match = column_match(z.reshape(rows, -1), value.reshape(rows, -1)) if z.numel() == value.numel() else None
-        if match is not None:
-            columns = HeadColumns(match.view(heads, d_head))
-            return Tap(site, seam.point("z"), None, heads, d_head), columns
-    if (axis := head_axis(graph, into)) is None:
-        return None, None
-    columns = HeadColumns(torch.arange(value.shape[-1]).view(*axis))
-    return Tap(site, graph.point(linear, "in", slot), columns, *axis), columns
+    def _add_at_seam(self, seam: SeamRecord) -> None:
+        q_heads = self.graph.nodes[seam.q].value.shape[1]
+        self.parts.taps.append(Tap(self.parts.block.site("pattern"), seam.point("pattern"), head_count=q_heads))
+        for kind, node in (("q", seam.q), ("k", seam.k), ("v", seam.v)):
+            _, heads, _, d_head = self.graph.nodes[node].value.shape
+            found = self._before(node, seam.call, heads, d_head)
+            at_seam = seam.point(kind)
+            if found is not None and found[1].heads == heads:
+                self.tap(kind, found[0], found[1], heads, d_head)
+            elif kind == "v":
+                self.tap(kind, at_seam, None, heads, d_head)
+            else:
+                self.parts.refuse(kind, f"no module output holds the {kind} heads as columns; {kind}_rot is available")
+            if kind != "v":
+                self.tap(f"{kind}_rot", at_seam, None, heads, d_head)

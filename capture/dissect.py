@@ -100,7 +100,8 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
     tail = find_tail(graph, chain, norms)
     embedding = token_embedding(graph, batches[0].get("decoder_input_ids", batches[0].get("input_ids")))
     taps = [tap for part in parts for tap in part.taps] + _whole_model_taps(graph, tail, embedding)
-    proof = Proof(model, [part.block for part in parts], taps, tail, batches[1])
+    linears = {part.block.site("z"): part.linears for part in parts if part.linears}
+    proof = Proof(model, [part.block for part in parts], taps, tail, batches[1], linears)
     unavailable = {site: reason for part in parts for site, reason in part.unavailable.items()}
     unavailable |= _whole_model_refusals(tail, embedding)
     offered = {}
@@ -313,12 +314,13 @@ def _whole_model_refusals(tail: Tail, embedding: Point | None) -> dict[Site, str
 
 # which identities (at which site) a kind rests on; {k} is the layer
 _RESTS_ON = {
-    "resid_mid": [("sum", "resid_post"), ("edit", "attn_out")],
+    "resid_mid": [("sum", "resid_post")],
     "attn_out": [("sum", "resid_post"), ("edit", "attn_out"), ("not empty", "attn_out")],
     "mlp_out": [("sum", "resid_post"), ("edit", "mlp_out"), ("not empty", "mlp_out")],
+    "mixer_out": [("sum", "resid_post"), ("edit", "mixer_out"), ("not empty", "mixer_out")],
     "cross_out": [("sum", "resid_post"), ("edit", "cross_out"), ("not empty", "cross_out")],
     "extra_out": [("sum", "resid_post"), ("edit", "extra_out"), ("not empty", "extra_out")],
-    "mlp_act": [("sum", "resid_post"), ("edit", "mlp_out")],
+    "mlp_act": [("sum", "resid_post"), ("edit", "mlp_out"), ("act sum", "mlp_act"), ("act decides", "mlp_act")],
     "z": [("head sum", "z")],
     "head_out": [("head sum", "z")],
 }
@@ -340,8 +342,12 @@ def _refusal(tap: Tap, proof: Proof) -> str:
         rests_on += proof.checked("head causality", at("z"))
         if tap.point.side == "seam":
             rests_on.append(("seam parity", at("z")))
+    if kind == "z_attn":
+        rests_on += proof.checked("head causality", at(kind)) or [("head causality", at(kind))]
+    if kind == "resid_mid":
+        rests_on.append(("edit", tap.through or str(tap.site)))
     if kind in ("q", "k", "v") and tap.heads is not None:
-        rests_on += proof.checked(f"{kind} edit", at(kind))
+        rests_on += proof.checked(f"{kind} edit", at(kind)) or [(f"{kind} edit", at(kind))]
     if kind in ("k", "v", "k_rot", "pattern"):
         rests_on += proof.checked("key groups", at("k"))
     if tap.point.side == "seam":

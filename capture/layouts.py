@@ -273,15 +273,18 @@ class StreamBetween:
     No tensor but c reaches both trunk and MLP, so a delta d of the stream is written as d / factor on c.
 
     Attributes:
-        factor: factor of c in the stream.
+        factor: factor of c in the stream: a number, or one for each coordinate.
         others: what else makes up the stream, remembered in the same forward, with factors.
+        constant: what is added to it whatever the text.
     """
 
-    factor: float
-    others: list[tuple[Remember, float]]
+    factor: float | Tensor
+    others: list[tuple[Remember, float | Tensor]]
+    constant: float | Tensor = 0.0
 
     def present(self, tensor: Tensor, passing: Passing) -> Tensor:
-        return sum((factor * other.tensor for other, factor in self.others), start=self.factor * tensor)
+        own = self.factor * tensor + self.constant
+        return sum((factor * other.tensor.view_as(tensor) for other, factor in self.others), start=own)
 
     def add(self, tensor: Tensor, delta: Tensor, passing: Passing) -> Tensor:
         return tensor + delta / self.factor

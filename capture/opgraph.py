@@ -106,6 +106,7 @@ class OpGraph(TorchFunctionMode):
     Attributes:
         nodes: every tensor in the order in which it appeared.
         calls: every module call in the order in which it began.
+        leaf_paths: for the node of a parameter or buffer, its path in the model.
     """
 
     def __init__(self, model: nn.Module):
@@ -120,7 +121,9 @@ class OpGraph(TorchFunctionMode):
         self._storages: dict[int, list[Tensor]] = {}
         self._numbers: dict[str, int] = {}
         self._handles: list[Any] = []
-        self._leaf_kind = {id(p): "parameter" for p in model.parameters()} | {id(b): "buffer" for b in model.buffers()}
+        self._leaves = {id(b): ("buffer", path) for path, b in model.named_buffers()}
+        self._leaves |= {id(p): ("parameter", path) for path, p in model.named_parameters()}
+        self.leaf_paths: dict[int, str] = {}
 
     def __enter__(self) -> "OpGraph":
         for path, module in self.model.named_modules():
@@ -160,7 +163,10 @@ class OpGraph(TorchFunctionMode):
     def node_of(self, tensor: Tensor) -> int:
         """Index of the tensor's present node; a tensor never seen before becomes a leaf."""
         if (index := self._index.get(id(tensor))) is None:
-            index = self._add(self._leaf_kind.get(id(tensor), "input"), tensor, (), ())
+            kind, path = self._leaves.get(id(tensor), ("input", ""))
+            index = self._add(kind, tensor, (), ())
+            if path:
+                self.leaf_paths[index] = path
         return index
 
     def _add(self, op: str, tensor: Tensor, parents: tuple[int, ...], numbers: tuple[int | float, ...]) -> int:

@@ -6,9 +6,15 @@
     edit           the contributions replaced by their values, one changed at random, give what the formula says
     not empty      a contribution is at least 1e-3 of the stream, so that nothing above holds vacuously
     head sum       sum over heads of z_h W_O^h, plus the bias, is the output projection's output
-    head causality halving one head's queries (or its pattern) moves that head's columns of z and no others
+    head causality halving one head's queries (or its pattern) moves that head's columns of z and no others; in a mixer
+                   without attention, pushing columns of its linear maps that act on both ends of one head and on no
+                   other moves exactly that head's columns
+    act sum        the MLP's neurons times its last weight, plus the bias, is its last linear map's output
+    act decides    with one position's neurons at every position the MLP adds the same at every position
     key groups     halving key head j moves z of the query heads j g .. j g + g - 1 and of no others
-    q, k, v edit   changing the columns of one head changes that head at the attention interface, and no other
+    q, k, v edit   changing the columns of one head changes that head at the attention interface, and no other; without
+                   the interface, at one position: a query moves z there and in its head alone, a key or value moves z
+                   elsewhere and in its group alone, a value in proportion and a key not
     seam parity    with the interface observed the logits are bit-identical, and its z is the projection's input
     tail           unembedding(final norm(last stream)), with factor and cap, is the logits
     null edit      with every hook handing on its value plus zero the output is bit-identical
@@ -20,23 +26,25 @@ float32 and float64, 2e-2 in half precision. Wrong sites miss by 0.1 and more.
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from microtome.capture.anatomy import TERM_OF_ROLE, Block, HeadColumns, Identity, Point, Tap
+from microtome.capture.anatomy import TERM_OF_ROLE, Block, Contribution, HeadColumns, Identity, Point, Tap, coefficient
 from microtome.capture.attention_seam import SeamCall
+from microtome.capture.causality import SMALL, acts_decide, head_check, moved_columns
 from microtome.capture.opgraph import elements, map_tensors
 from microtome.capture.padding import call_options
 from microtome.capture.plain_hooks import plain_hooks
 from microtome.capture.seam_record import recorded_seam_calls
 from microtome.capture.sites import Site
 from microtome.capture.tail import Tail
+
+POSITION = 1  # where a query, key or value is changed
 
 
 class Proof:
@@ -46,8 +54,16 @@ class Proof:
         record: every identity that was checked, in order.
     """
 
-    def __init__(self, model: nn.Module, blocks: list[Block], taps: list[Tap], tail: Tail, batch: dict[str, Any]):
-        self.model, self.blocks, self.tail, self.batch = model, blocks, tail, batch
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[Block],
+        taps: list[Tap],
+        tail: Tail,
+        batch: dict[str, Any],
+        linears: Mapping[Site, Sequence[Point]] = MappingProxyType({}),
+    ):
+        self.model, self.blocks, self.tail, self.batch, self.linears = model, blocks, tail, batch, linears
         self.record: list[Identity] = []
         self._whole: dict[str, str] = {}
         self.points = list(dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side != "seam")]))
@@ -57,12 +73,16 @@ class Proof:
         self._check_whole()
         for block in blocks:
             self._check_block(block)
+            self._check_resid_mid(block)
+            self._check_act(block)
             self._check_heads(block)
+            self._check_seam(block)
         self._check_tail()
 
     def holds(self, name: str, site: str) -> bool:
-        """Whether an identity was checked at a site and held."""
-        return any(i.holds for i in self.record if i.name == name and i.site == site)
+        """Whether an identity was checked at a site and held each time."""
+        found = [i.holds for i in self.record if i.name == name and i.site == site]
+        return bool(found) and all(found)
 
     def checked(self, name: str, site: str) -> list[tuple[str, str]]:
         """Every check of an identity at a site or its heads, as (name, site)."""
@@ -152,13 +172,16 @@ class Proof:
                 gap = _largest(self.values[a.exit] - self.values[b.entry])
                 self._note("chain", a.site("resid_post"), gap, 0.0)
 
-    def _formula(self, block: Block, entry: Tensor, contributions: list[Tensor]) -> Tensor:
+    def _formula(self, block: Block, entry: Tensor, contributions: list[Tensor], *, first: int = 0) -> Tensor:
         x = entry
-        for hop in block.hops:
+        for hop in block.hops[first:]:
+            factor = coefficient(self.model, hop.factor, hop.vectors)
             if hop.step == "add":
-                x = x + hop.factor * contributions[hop.contribution].reshape(x.shape)
+                x = x + factor * contributions[hop.contribution].reshape(x.shape)
             elif hop.step == "scale":
-                x = x * hop.factor
+                x = x * factor
+            elif hop.step == "shift":
+                x = x + factor
             else:
                 x = self.model.get_submodule(hop.module)(x)
         return x
@@ -186,82 +209,152 @@ class Proof:
             share = float(terms[i].float().norm() / exit.float().norm())
             self._note("not empty", site, max(0.0, 1e-3 - share), 0.0, f"{share:.3g} of the stream's norm")
 
+    def _check_resid_mid(self, block: Block) -> None:
+        """Where the stream between mixer and MLP is a module's output, it is written there with the MLP's term held."""
+        tap = self.taps.get(block.site("resid_mid"))
+        if tap is None or tap.through is not None:
+            return
+        i = next(i for i, c in enumerate(block.contributions) if c.role == "mlp")
+        first = next(n for n, hop in enumerate(block.hops) if hop.contribution == i)
+        terms = [self.values[c.point] for c in block.contributions]
+        middle = self.values[tap.point]
+        noise = torch.randn(middle.shape, generator=torch.Generator().manual_seed(1)).to(middle)
+        changed = middle + noise * middle.abs().mean()
+        hooks = {tap.point: lambda x: changed.clone(), block.contributions[i].point: lambda x: terms[i].clone()}
+        expected = self._formula(block, changed, terms, first=first)
+        self._note("edit", tap.site, _relative(self._replay(block, hooks), expected), self.edits)
+
+    def _check_act(self, block: Block) -> None:
+        tap = self.taps.get(block.site("mlp_act"))
+        mlp = next((c for c in block.contributions if c.role == "mlp"), None)
+        if tap is None or mlp is None:
+            return
+        act = self.values[tap.point]
+        output = Point(tap.point.module, "out", None, tap.point.call)
+        seen: list[Tensor] = []
+        self._replay(block, {output: lambda x: seen.append(x.detach().clone())})
+        weight, bias = affine_map(self.model.get_submodule(output.module), act.shape[-1], like=act)
+        self._note("act sum", tap.site, _relative(act @ weight + bias, seen[0]), self.sums)
+        run = lambda hooks: self._replay(block, hooks)  # noqa: E731
+        error = acts_decide(run, tap.point, mlp.point, self.values[block.entry].shape[:2])
+        self._note("act decides", tap.site, error, self.sums)
+
     def _check_heads(self, block: Block) -> None:
         out = self.taps.get(block.site("head_out"))
-        mixer = next((c for c in block.contributions if c.role == "mixer"), None)
-        if out is None or mixer is None or mixer.projection is None:
+        if out is None or (mixer := self._with_heads(block, out)) is None:
             return
         x = self.values[mixer.projection]
         weight, bias = affine_map(self.model.get_submodule(out.point.module), x.shape[-1], like=x)
         total = sum(x[..., columns] @ weight[columns] for columns in out.heads.columns) + bias
         self._note("head sum", block.site("z"), _relative(total, self.values[out.point]), self.sums)
-        self._check_causality(block, mixer.projection, x, out.heads)
-        if (pattern := self.taps.get(block.site("pattern"))) is not None:
-            self._check_seam(block, pattern.point, mixer.projection, x, out.heads)
+        linears = self.linears.get(block.site("z"), ())
+        for head in sorted({0, 1 % out.heads.heads, out.heads.heads - 1}):
+            run = lambda hooks: self._replay(block, hooks)  # noqa: E731
+            wrong, note = head_check(run, mixer.projection, x, out.heads, head, linears)
+            self._note("head causality", replace(block.site("z"), head=head), wrong, 0.0, note)
+        if block.site("pattern") not in self.taps:
+            for kind in ("q", "k", "v"):
+                if (tap := self.taps.get(block.site(kind))) is not None:
+                    self._check_inputs(kind, block, tap, mixer.projection, out.heads)
 
-    def _check_causality(self, block: Block, into: Point, x: Tensor, heads: HeadColumns) -> None:
-        """Halve one head inside the attention op; only its columns of the projection's input may move."""
-        for head in sorted({0, 1 % heads.heads, heads.heads - 1}):
-            site = replace(block.site("z"), head=head)
-            with HalvedHead(head, heads.heads, len(x)) as halved:
-                moved = self._moved(block, into, x)
-            own = torch.zeros_like(moved)
-            own[heads.columns[head].to(own.device)] = True
-            wrong = int((moved & ~own).sum())
-            hit = bool((moved & own).any())
-            if not halved.done:
-                self._note("head causality", site, 1, 0.0, "no attention op with this many heads was seen")
-            else:
-                note = f"moved {int(moved.sum())} columns, {wrong} of them not of head {head}"
-                self._note("head causality", site, wrong if hit else 1, 0.0, note)
+    def _with_heads(self, block: Block, out: Tap) -> Contribution | None:
+        """The contribution whose output projection a head_out tap is on."""
+        return next((c for c in block.contributions if c.projection and c.projection.module == out.point.module), None)
 
-    def _moved(self, block: Block, into: Point, x: Tensor) -> Tensor:
-        """Which columns of the projection's input differ from the recorded ones when the block runs now."""
-        seen: list[Tensor] = []
-        self._replay(block, {into: lambda t: seen.append(t.detach().clone())})
-        return ((seen[0] - x).abs().flatten(0, -2).amax(0) > 1e-6 * x.abs().max()).view(-1)
+    def _check_inputs(self, kind: str, block: Block, tap: Tap, into: Point, heads: HeadColumns) -> None:
+        """Queries, keys or values of one head changed at one position, as seen in z."""
+        group = heads.heads // tap.heads.heads
+        x = self.values[into]
+        for head in sorted({0, tap.heads.heads - 1}):
+            columns = tap.heads.columns[head]
+            moves = []
+            for size in (1.0, 2.0):
 
-    def _check_seam(self, block: Block, at: Point, into: Point, x: Tensor, heads: HeadColumns) -> None:
-        path, number = at.module, at.call
+                def nudge(value: Tensor, columns: Tensor = columns, size: float = size) -> Tensor:
+                    flat = value.flatten(2).clone()
+                    flat[:, POSITION, columns.to(flat.device)] += size * value.abs().mean()
+                    return flat.view(value.shape)
+
+                seen: list[Tensor] = []
+                self._replay(block, {tap.point: nudge, into: lambda t, seen=seen: seen.append(t.detach().clone())})
+                moves.append(seen[0] - x)
+            once, twice = moves
+            moved = once.abs() > SMALL * x.abs().max()
+            found = {h for h in range(heads.heads) if moved[..., heads.columns[h].to(moved.device)].any()}
+            expected = {head} if kind == "q" else set(range(head * group, (head + 1) * group))
+            elsewhere = moved.clone()
+            elsewhere[:, POSITION] = False
+            bend = float((twice - 2 * once).abs().max() / once.abs().max().clamp(min=1e-30))
+            wrong = len(found ^ expected) + int(bool(elsewhere.any()) == (kind == "q"))
+            wrong += int(kind != "q" and (bend < 1e-3) != (kind == "v"))
+            where = "at other positions too" if elsewhere.any() else "at its own position"
+            note = f"moved z heads {sorted(found)} {where}; twice the change misses twice the move by {bend:.1g}"
+            self._note(f"{kind} edit", replace(block.site(kind), head=head), wrong, 0.0, note)
+
+    def _check_seam(self, block: Block) -> None:
+        pattern, out = self.taps.get(block.site("pattern")), self.taps.get(block.site("head_out"))
+        if pattern is None:
+            return
+        path, number = pattern.point.module, pattern.point.call
         calls = self.seams.get(path, [])
         is_there = len(calls) == 1 if number is None else number < len(calls)
-        self._note("fires", self.seam_label(at), not is_there, 0.0, f"{len(calls)} calls")
+        self._note("fires", self.seam_label(pattern.point), not is_there, 0.0, f"{len(calls)} calls")
         if not is_there:
             return
-        calls = calls[number or 0 :]
+        call = calls[number or 0]
+        mixer = None if out is None else self._with_heads(block, out)
         z = self.taps.get(block.site("z"))
-        if z is not None and z.point.side == "seam":
-            is_alike = x[..., heads.columns].shape == calls[0].z.shape
-            error = _largest(x[..., heads.columns] - calls[0].z) if is_alike else 1.0
-            self._note(
-                "seam parity", block.site("z"), error, 0.0, f"{calls[0].z.shape[2]} heads at the attention interface"
-            )
-        groups = calls[0].query.shape[1] // calls[0].key.shape[1]
-        if calls[0].query.shape[1] == heads.heads:
-            self._check_key_groups(block, path, into, x, heads, groups)
-        for kind, before in (("q", calls[0].query), ("k", calls[0].key), ("v", calls[0].value)):
+        if mixer is not None and z is not None and z.point.side == "seam":
+            x = self.values[mixer.projection]
+            is_alike = x[..., out.heads.columns].shape == call.z.shape
+            error = _largest(x[..., out.heads.columns] - call.z) if is_alike else 1.0
+            self._note("seam parity", z.site, error, 0.0, f"{call.z.shape[2]} heads at the attention interface")
+        q_heads, k_heads = call.query.shape[1], call.key.shape[1]
+        z_heads = self._moved_z_heads(block, path, mixer, out)
+        group = q_heads // k_heads
+        for j in sorted({0, k_heads - 1}):
+            found, expected = z_heads("key", j), set(range(j * group, (j + 1) * group))
+            note = f"halving key head {j} moved z heads {sorted(found)}, expected {sorted(expected)}"
+            self._note("key groups", replace(block.site("k"), head=j), len(found ^ expected), 0.0, note)
+        if (at_attention := self.taps.get(block.site("z_attn"))) is not None:
+            for head in sorted({0, 1 % q_heads, q_heads - 1}):
+                found = self._moved_z_heads(block, path, None, None)("query", head)
+                note = f"halving query head {head} moved heads {sorted(found)} of what attention returns"
+                site = replace(at_attention.site, head=head)
+                self._note("head causality", site, len(found ^ {head}), 0.0, note)
+        for kind, before in (("q", call.query), ("k", call.key), ("v", call.value)):
             tap = self.taps.get(block.site(kind))
             if tap is not None and tap.heads is not None:
                 self._check_columns(kind, block, path, tap, before)
 
-    def _check_key_groups(
-        self, block: Block, path: str, into: Point, x: Tensor, heads: HeadColumns, group: int
-    ) -> None:
+    def _moved_z_heads(
+        self, block: Block, path: str, mixer: Contribution | None, out: Tap | None
+    ) -> Callable[[str, int], set[int]]:
+        """A function of "query" or "key" and a head: which heads of z move when it is halved at the interface.
+
+        z is the output projection's input where heads are known there, else what attention returns.
+        """
         module = self.model.get_submodule(path)
-        count = heads.heads // group
-        for j in sorted({0, count - 1}):
 
-            def halve(call: SeamCall, j: int = j) -> SeamCall:
-                key = call.key.clone()
-                key[:, j] *= 0.5
-                return replace(call, key=key) if call.module is module else call
+        def moved(which: str, head: int) -> set[int]:
+            def halve(call: SeamCall) -> SeamCall:
+                if call.module is not module:
+                    return call
+                tensor = getattr(call, which).clone()
+                tensor[:, head] *= 0.5
+                return replace(call, **{which: tensor})
 
-            with recorded_seam_calls(self.model, halve):
-                moved = self._moved(block, into, x)
-            found = {h for h in range(heads.heads) if moved[heads.columns[h].to(moved.device)].any()}
-            expected = set(range(j * group, (j + 1) * group))
-            note = f"halving key head {j} moved z heads {sorted(found)}, expected {sorted(expected)}"
-            self._note("key groups", replace(block.site("k"), head=j), len(found ^ expected), 0.0, note)
+            with recorded_seam_calls(self.model, halve) as seams:
+                if mixer is not None and out is not None:
+                    run = lambda hooks: self._replay(block, hooks)  # noqa: E731
+                    columns = moved_columns(run, {}, mixer.projection, self.values[mixer.projection])
+                    return {h for h, own in enumerate(out.heads.columns) if columns[own.to(columns.device)].any()}
+                self._replay(block, {})
+            before, after = self.seams[path][block.call or 0].z, seams[path][-1].z
+            far = (after - before).abs().amax((0, 1, 3)) > SMALL * before.abs().max()
+            return set(far.nonzero().flatten().tolist())
+
+        return moved
 
     def _check_columns(self, kind: str, block: Block, path: str, tap: Tap, before: Tensor) -> None:
         for head in sorted({0, tap.heads.heads - 1}):
@@ -276,7 +369,7 @@ class Proof:
                 self._replay(block, {tap.point: nudge})
             now = seams[path][-1]
             after = {"q": now.query, "k": now.key, "v": now.value}[kind]
-            moved = (after - before).abs().amax(dim=(0, 2, 3)) > 1e-6 * before.abs().max()
+            moved = (after - before).abs().amax(dim=(0, 2, 3)) > SMALL * before.abs().max()
             wrong = int(moved.sum()) - int(moved[head])
             note = f"moved heads {moved.nonzero().flatten().tolist()} at the attention interface"
             self._note(f"{kind} edit", replace(block.site(kind), head=head), wrong if moved[head] else 1, 0.0, note)
@@ -290,38 +383,6 @@ class Proof:
         if self.tail.cap is not None:
             logits = self.tail.cap * torch.tanh(logits / self.tail.cap)
         self._note("tail", "logits", _relative(logits, self.plain), self.sums)
-
-
-class HalvedHead(TorchFunctionMode):
-    """Halves one head inside the first attention op it sees: the queries of `scaled_dot_product_attention`, or the
-    probabilities after a softmax `[batch, head, query, key]` or `[batch * head, query, key]`. `done` tells whether
-    there was one with that many heads."""
-
-    def __init__(self, head: int, heads: int, batch: int):
-        super().__init__()
-        self.head, self.heads, self.batch, self.done = head, heads, batch, False
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if self.done:
-            return func(*args, **kwargs)
-        is_attention = func is functional.scaled_dot_product_attention and args and args[0].ndim == 4
-        if is_attention and args[0].shape[1] == self.heads:
-            self.done = True
-            query = args[0].clone()
-            query[:, self.head] *= 0.5
-            return func(query, *args[1:], **kwargs)
-        output = func(*args, **kwargs)
-        is_softmax = getattr(func, "__name__", "") in ("softmax", "_softmax")
-        if is_softmax and output.ndim == 4 and output.shape[1] == self.heads:
-            self.done = True
-            output = output.clone()
-            output[:, self.head] *= 0.5
-        elif is_softmax and output.ndim == 3 and len(output) == self.batch * self.heads:
-            self.done = True
-            output = output.clone()
-            output[self.head :: self.heads] *= 0.5
-        return output
 
 
 def affine_map(module: nn.Module, width: int, *, like: Tensor) -> tuple[Tensor, Tensor]:

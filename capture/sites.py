@@ -34,7 +34,13 @@ KINDS: dict[str, Kind] = {
         True,
         False,
         "batch position d_model",
-        "what the mixer adds to the stream (after its post-norm, before a factor)",
+        "what attention adds to the stream (after its post-norm, before a factor)",
+    ),
+    "mixer_out": Kind(
+        True,
+        False,
+        "batch position d_model",
+        "what a mixer without softmax adds to the stream: a recurrence, a convolution, linear attention",
     ),
     "mlp_out": Kind(
         True,
@@ -52,10 +58,14 @@ KINDS: dict[str, Kind] = {
         True, True, "batch position head d_head", "keys as attention uses them; with a cache, all keys so far"
     ),
     "v": Kind(True, True, "batch position head d_head", "values; key-value heads"),
-    "z": Kind(True, True, "batch position head d_head", "attention-weighted values, before the output projection"),
+    "z_attn": Kind(
+        True, True, "batch position head d_head", "attention-weighted values before a gate or norm, where z is after it"
+    ),
+    "z": Kind(True, True, "batch position head d_head", "attention-weighted values: the output projection's input"),
     "head_out": Kind(True, True, "batch position head d_model", "one head's write: z W_O of that head, without bias"),
     "pattern": Kind(True, True, "batch head query key", "attention probabilities of chosen heads and query rows"),
     "router": Kind(True, False, "batch position expert", "logits of the expert router"),
+    "state": Kind(True, False, "batch ...", "recurrent state after the call's last token, where a cache holds one"),
     "final_norm": Kind(False, False, "batch position d_model", "output of the last norm, the unembedding's input"),
     "logits": Kind(False, False, "batch position vocab", "next-token logits as the model returns them"),
 }

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from microtome.capture.anatomy import Anatomy, Point, Tap
+from microtome.capture.anatomy import Anatomy, Point, Tap, coefficient
 from microtome.capture.hooks import LiveTap, Side
 from microtome.capture.layouts import (
     PHASE_ABOVE,
@@ -188,6 +188,8 @@ class _Places:
         self._place(point, live)
 
     def _layout(self, tap: Tap, head: int | None) -> tuple[Layout, int]:
+        if tap.others:
+            return StreamBetween(1.0, [(self._remember(p), factor) for p, factor in tap.others]), PHASE_ABOVE
         if tap.rows_of is None:
             return _layout(tap, head)
         if tap.rows_of not in self.noted:
@@ -201,23 +203,29 @@ class _Places:
 
     def _stream_between(self, tap: Tap, mixer: Point) -> StreamBetween:
         block = next(b for b in self.anatomy.blocks if any(c.point == mixer for c in b.contributions))
-        terms = {block.entry: 1.0}
+        terms: dict[Point, float | Tensor] = {block.entry: 1.0}
+        constant: float | Tensor = 0.0
         for hop in block.hops:
+            factor = coefficient(self.model, hop.factor, hop.vectors)
             if hop.step == "norm":
                 raise ValueError(f"{tap.site} cannot be edited: the norm {hop.module!r} is on the trunk.")
             if hop.step == "scale":
-                terms = {point: factor * hop.factor for point, factor in terms.items()}
+                terms = {point: other * factor for point, other in terms.items()}
+                constant = constant * factor
+            elif hop.step == "shift":
+                constant = constant + factor
             elif block.contributions[hop.contribution].role == "mlp":
                 break
             else:
-                terms[block.contributions[hop.contribution].point] = hop.factor
+                terms[block.contributions[hop.contribution].point] = factor
         order = [c.point for c in block.contributions]
         if mixer not in terms or any(order.index(p) > order.index(mixer) for p in terms if p != block.entry):
             raise ValueError(
                 f"{tap.site} cannot be edited: {tap.through} is not the last term added before the MLP. Edit that term."
             )
         factor = terms.pop(mixer)
-        return StreamBetween(factor, [(self._remember(point), coefficient) for point, coefficient in terms.items()])
+        others = [(self._remember(point), other) for point, other in terms.items()]
+        return StreamBetween(factor, others, constant)
 
     def _remember(self, point: Point) -> Remember:
         if point not in self.remembered:

@@ -1,14 +1,15 @@
 """The residual stream on the recorded op graph: which modules are blocks, and what each block adds to its stream.
 
 Blocks are a chain: modules in one list, or of one class in one container, each of which takes the tensor that the one
-before returned. Inside a block the trunk is walked back from its output through additions, multiplications by numbers,
-views and norms; the operand from which the block's input is reachable by such steps alone is the trunk, the other is a
-contribution, and the numbers met on the way are its factor. A norm is recognised by what it does: it depends on the
-position alone, mixes the coordinates, and does not change when its input is doubled.
+before returned. Inside a block the trunk is walked back from its output through additions, multiplications by numbers
+and parameter vectors, views and norms; the operand from which the block's input is reachable by such steps alone is the
+trunk, the other is a contribution, and the numbers and vectors met on the way are its factor. A norm is recognised by
+what it does: it depends on the position alone, mixes the coordinates, and does not change when its input is doubled.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,22 @@ class NotWalkable(Exception):
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A number times parameter vectors, given by their paths."""
+
+    number: float = 1.0
+    vectors: tuple[str, ...] = ()
+
+    def __mul__(self, other: "Factor") -> "Factor":
+        return Factor(self.number * other.number, self.vectors + other.vectors)
+
+
+@dataclass(frozen=True)
 class Term:
     """A term added to the stream: its node, the factor before it, and the module call whose output it is."""
 
     node: int
-    factor: float
+    factor: Factor
     call: int
     slot: int | str | None
 
@@ -38,11 +50,11 @@ class Term:
 class Step:
     """One step of a walked trunk; `before` and `after` are nodes of the stream around it."""
 
-    step: str
+    step: Literal["add", "scale", "shift", "norm"]
     before: int
     after: int
     term: int | None = None
-    factor: float = 1.0
+    factor: Factor = Factor()
     module: str | None = None
 
 
@@ -177,19 +189,38 @@ class Walk:
                 return call, inputs[0]
         return None
 
-    def _scaled(self, index: int) -> tuple[int, float] | None:
-        """For a node that is another times a number that does not depend on the data: that node and the number."""
+    def _vector(self, index: int) -> str | None:
+        """Path of the parameter or buffer that a node repeats at every position, if it is one vector of the width."""
+        value = self.graph.nodes[index].value
+        while (path := self.graph.leaf_paths.get(index)) is None:
+            parents = self.graph.nodes[index].parents
+            if len(parents) == 2 and self.graph.nodes[index].op == "expand_as":
+                parents = parents[:1]
+            if len(parents) != 1:
+                return None
+            index = parents[0]
+        vector = self.graph.nodes[index].value.flatten()
+        width = self.shape[-1]
+        is_vector = len(vector) == width and value.numel() % width == 0
+        return path if is_vector and bool((value.reshape(-1, width) == vector).all()) else None
+
+    def _scaled(self, index: int) -> tuple[int, Factor] | None:
+        """For a node that is another times what does not depend on the data: that node and the factor."""
         node = self.graph.nodes[index]
         if node.op not in MULTIPLICATIONS | DIVISIONS:
             return None
         data = [p for p in node.parents if p in self.inside]
-        fixed = [self.graph.nodes[p].value for p in node.parents if p not in self.inside]
-        if len(data) != 1 or any(v.numel() != 1 for v in fixed):
+        fixed = [p for p in node.parents if p not in self.inside]
+        if len(data) != 1 or len(fixed) + len(node.numbers) != 1:
             return None
-        numbers = [*node.numbers, *(float(v) for v in fixed)]
-        if len(numbers) != 1 or (node.op in DIVISIONS and node.parents[0] != data[0]):
+        is_division = node.op in DIVISIONS
+        if is_division and node.parents[0] != data[0]:
             return None
-        return data[0], numbers[0] if node.op in MULTIPLICATIONS else 1 / numbers[0]
+        if fixed and self.graph.nodes[fixed[0]].value.numel() != 1:
+            path = None if is_division else self._vector(fixed[0])
+            return None if path is None else (data[0], Factor(1.0, (path,)))
+        (number,) = node.numbers or (float(self.graph.nodes[fixed[0]].value),)
+        return data[0], Factor(1 / number if is_division else number)
 
     def _steps(self, index: int) -> list[Step]:
         if index == self.entry:
@@ -209,34 +240,29 @@ class Walk:
                 if trunk[0] == b and ADDITIONS[node.op] < 0:
                     raise NotWalkable(f"the stream is subtracted from something at op {node.op!r}")
                 earlier = self._steps(trunk[0])
-                first = len(self.terms)
-                self._split(other, sign * next((n for n in node.numbers), 1.0))
-                added = [
-                    Step("add", trunk[0], index, term=first + i, factor=term.factor)
-                    for i, term in enumerate(self.terms[first:])
-                ]
-                return [*earlier, *added]
+                factor = Factor(sign * next((n for n in node.numbers), 1.0))
+                return [*earlier, *(replace(s, before=trunk[0], after=index) for s in self._split(other, factor))]
             raise NotWalkable(f"{len(trunk)} operands of op {node.op!r} lead to the block's input")
         if (scaled := self._scaled(index)) is not None:
             return [*self._steps(scaled[0]), Step("scale", scaled[0], index, factor=scaled[1])]
-        raise NotWalkable(f"op {node.op!r} with {len(node.parents)} tensors is no addition, number or norm")
+        raise NotWalkable(f"op {node.op!r} with {len(node.parents)} tensors is no addition, factor or norm")
 
-    def _split(self, index: int, factor: float) -> None:
-        """Take one operand apart into terms that are module outputs, as far as the block itself put them together."""
+    def _split(self, index: int, factor: Factor) -> list[Step]:
+        """Take one operand apart into module outputs and constant vectors, as far as the block put them together."""
+        node = self.graph.nodes[index]
+        if (path := self._vector(index)) is not None:
+            return [Step("shift", index, index, factor=factor * Factor(1.0, (path,)))]
         if (made := self._module_output(index)) is not None:
             self.terms.append(Term(index, factor, *made))
-            return
+            return [Step("add", index, index, term=len(self.terms) - 1, factor=factor)]
         if (source := self.graph.source(index)) != index:
-            self._split(source, factor)
-            return
-        node = self.graph.nodes[index]
-        if node.op in ADDITIONS and all(p in self.inside for p in node.parents) and len(node.parents) == 2:
-            self._split(node.parents[0], factor)
-            self._split(node.parents[1], factor * ADDITIONS[node.op] * next((n for n in node.numbers), 1.0))
-        elif (scaled := self._scaled(index)) is not None:
-            self._split(scaled[0], factor * scaled[1])
-        else:
-            raise NotWalkable(f"a term made by op {node.op!r} is no module's output")
+            return self._split(source, factor)
+        if node.op in ADDITIONS and len(node.parents) == 2:
+            sign = Factor(ADDITIONS[node.op] * next((n for n in node.numbers), 1.0))
+            return [*self._split(node.parents[0], factor), *self._split(node.parents[1], factor * sign)]
+        if (scaled := self._scaled(index)) is not None:
+            return self._split(scaled[0], factor * scaled[1])
+        raise NotWalkable(f"a term made by op {node.op!r} is no module's output")
 
     def _module_output(self, index: int) -> tuple[int, int | str | None] | None:
         """The outermost module call whose output is this node, back through steps that do not change its numbers."""

@@ -1,0 +1,161 @@
+"""Whether values are what they are taken for, by acting on them: slices of z are heads, neurons decide an MLP.
+
+Every wrong layout of heads passes the sum over heads, but not these two interventions. In softmax attention one head is
+halved inside the attention op, and exactly its columns may move. Where there is no such op (linear attention, delta
+rules) gradients find columns of the mixer's linear maps that act on both ends of one slice and on no other slice;
+pushing those must move exactly that slice.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from microtome.capture.anatomy import HeadColumns, Point
+
+Hooks = dict[Point, Callable[[Tensor], Tensor | None]]
+Run = Callable[[Hooks], Any]  # runs the block again with ordinary hooks
+SMALL = 1e-6  # of the largest value: below it nothing moved
+
+
+class HalvedHead(TorchFunctionMode):
+    """Halves one head inside the first attention op it sees: the queries of `scaled_dot_product_attention`, or the
+    probabilities after a softmax `[batch, head, query, key]` or `[batch * head, query, key]`. `done` tells whether
+    there was one with that many heads."""
+
+    def __init__(self, head: int, heads: int, batch: int):
+        super().__init__()
+        self.head, self.heads, self.batch, self.done = head, heads, batch, False
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.done:
+            return func(*args, **kwargs)
+        is_attention = func is functional.scaled_dot_product_attention and args and args[0].ndim == 4
+        if is_attention and args[0].shape[1] == self.heads:
+            self.done = True
+            query = args[0].clone()
+            query[:, self.head] *= 0.5
+            return func(query, *args[1:], **kwargs)
+        output = func(*args, **kwargs)
+        is_softmax = getattr(func, "__name__", "") in ("softmax", "_softmax")
+        if is_softmax and output.ndim == 4 and output.shape[1] == self.heads:
+            self.done = True
+            output = output.clone()
+            output[:, self.head] *= 0.5
+        elif is_softmax and output.ndim == 3 and len(output) == self.batch * self.heads:
+            self.done = True
+            output = output.clone()
+            output[self.head :: self.heads] *= 0.5
+        return output
+
+
+def moved_columns(run: Run, hooks: Hooks, into: Point, x: Tensor) -> Tensor:
+    """Which columns `[column]` of the projection's input differ from `x` when the block runs with these hooks."""
+    seen: list[Tensor] = []
+    run({**hooks, into: lambda t: seen.append(t.detach().clone())})
+    return ((seen[0] - x).abs().flatten(0, -2).amax(0) > SMALL * x.abs().max()).view(-1)
+
+
+def head_check(
+    run: Run, into: Point, x: Tensor, heads: HeadColumns, head: int, linears: Sequence[Point]
+) -> tuple[int, str]:
+    """How many columns are wrong when one head is acted on, 0 if exactly its own moved, and what was seen.
+
+    Args:
+        run: the block's replay.
+        into: where the output projection's input passes.
+        x: its recorded value, `[batch, position, column]`.
+        heads: the layout in question.
+        head: the head acted on.
+        linears: outputs of the mixer's linear maps, for a mixer without an attention op.
+    """
+    with HalvedHead(head, heads.heads, len(x)) as halved:
+        moved = moved_columns(run, {}, into, x)
+    what = f"halving head {head} in the attention op"
+    if not halved.done:
+        hooks = pushes_on_one_head(run, into, heads, head, linears)
+        if not hooks:
+            return (
+                1,
+                f"no attention op has {heads.heads} heads, and no linear map has columns that act on one head alone",
+            )
+        moved = moved_columns(run, hooks, into, x)
+        maps = ", ".join(sorted(p.module.rpartition(".")[2] for p in hooks))
+        what = f"pushing the columns of {maps} that act on head {head}"
+    own = torch.zeros_like(moved)
+    own[heads.columns[head].to(own.device)] = True
+    missed, wrong = int((own & ~moved).sum()), int((moved & ~own).sum())
+    note = f"{what} moved {int((moved & own).sum())} of its {heads.width} columns and {wrong} others"
+    return (wrong if moved[own].any() and (halved.done or not missed) else max(1, wrong)), note
+
+
+def pushes_on_one_head(run: Run, into: Point, heads: HeadColumns, head: int, linears: Sequence[Point]) -> Hooks:
+    """Hooks that push those columns of linear maps which act on the first and last coordinate of one head alone."""
+    if not linears or heads.heads < 2:
+        return {}
+    outputs: dict[Point, Tensor] = {}
+    seen: list[Tensor] = []
+
+    def keep(point: Point) -> Callable[[Tensor], Tensor]:
+        def hook(value: Tensor) -> Tensor:
+            outputs[point] = value if value.requires_grad else value.detach().clone().requires_grad_()
+            return outputs[point].clone()
+
+        return hook
+
+    with torch.enable_grad():
+        run({**{point: keep(point) for point in linears}, into: lambda t: seen.append(t)})
+        z = seen[0].flatten(0, -2)
+        if not z.requires_grad:
+            return {}
+        weights = torch.rand(z.shape, generator=torch.Generator().manual_seed(3)).to(z) + 0.5
+        columns = heads.columns.to(z.device)
+        others = torch.cat([columns[:head], columns[head + 1 :]]).flatten()
+        reach = []
+        for wanted in (columns[head, :1], columns[head, -1:], others):
+            total = (z * weights)[:, wanted].sum()
+            reach.append(torch.autograd.grad(total, [*outputs.values()], retain_graph=True, allow_unused=True))
+    hooks: Hooks = {}
+    for number, (point, output) in enumerate(outputs.items()):
+        first, last, other = (_acting(grads[number], output) for grads in reach)
+        if (chosen := first & last & ~other).any():
+            push = chosen.to(output.dtype) * output.detach().abs().mean()
+            hooks[point] = lambda value, push=push: value + push
+    return hooks
+
+
+def _acting(gradient: Tensor | None, output: Tensor) -> Tensor:
+    """Which columns of an output have a gradient."""
+    if gradient is None:
+        return torch.zeros(output.shape[-1], dtype=torch.bool, device=output.device)
+    size = gradient.abs().flatten(0, -2).amax(0)
+    return size > SMALL * size.max().clamp(min=1e-30)
+
+
+def acts_decide(run: Run, act: Point, term: Point, rows: Sequence[int]) -> float:
+    """How far an MLP's term differs between positions when all of them have the neurons of the first one.
+
+    Zero where the neurons are all that it depends on; not with experts beside them, or a gate after them.
+
+    Args:
+        run: the block's replay.
+        act: the input of the MLP's last linear map.
+        term: what the MLP adds.
+        rows: batch and positions.
+
+    Returns:
+        Largest over positions of max|difference| / max|term| there.
+    """
+    seen: list[Tensor] = []
+
+    def alike(x: Tensor) -> Tensor:
+        return x.reshape(*rows, -1)[:, :1].expand(*rows, -1).reshape(x.shape).clone()
+
+    run({act: alike, term: lambda x: seen.append(x.detach().float().reshape(*rows, -1))})
+    (value,) = seen
+    error = (value[:, :1] - value).abs().amax(-1)
+    return float((error / value.abs().amax(-1).clamp(min=1e-30)).max())
