@@ -69,6 +69,7 @@ class Tap:
         width: size of the value's last axis; 0 where it depends on the text (pattern).
         through: for `head_out` the output projection's path; for a `resid_mid` that is only read where the MLP
             reads it, the site whose edit stands for it. None otherwise.
+        edited_at: for a router that returns the logits it has already used, its input, where edits act.
         factor: number with which a contribution, or the one behind a `through` site, enters the stream.
         vectors: paths of parameters by which it is multiplied as well, coordinate by coordinate.
         rows_of: where the module works on tokens without a batch axis, the point whose `[batch, position]` they are.
@@ -82,6 +83,7 @@ class Tap:
     head_count: int | None = None
     width: int = 0
     through: str | None = None
+    edited_at: Point | None = None
     factor: float = 1.0
     vectors: tuple[str, ...] = ()
     rows_of: Point | None = None

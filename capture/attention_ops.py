@@ -30,18 +30,15 @@ class AttentionOp:
         return [(kind, node, graph.nodes[wide].value.shape[-1]) for kind, node, wide in known if node is not None]
 
 
-def attention_ops(graph: OpGraph, term: int, block: int, *, entry: int, shape: Sequence[int]) -> list[AttentionOp]:
-    """Every attention op inside a block on whose result a term of it depends, latest first.
+def attention_ops(graph: OpGraph, behind: list[Node], shape: Sequence[int]) -> list[AttentionOp]:
+    """Every attention op among the nodes that a term of a block is made from, latest first.
 
     Args:
         graph: the recorded forward.
-        term: node of what the block adds to the stream.
-        block: the block's call.
-        entry: node of the block's input.
-        shape: `[batch, position, width]` of that input.
+        behind: nodes that depend on the block's input and on which the term depends, latest first.
+        shape: `[batch, position, width]` of the block's input.
     """
-    depends = graph.descendants(entry)
-    behind = [n for n in graph.ancestors(term) if n.index in depends and graph.is_inside(n.call, block)]
+    depends = {node.index for node in behind}
     ops = []
     for node in behind:
         if node.op == FUSED and node.value.ndim == 4:

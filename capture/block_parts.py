@@ -23,6 +23,7 @@ from microtome.capture.head_layout import (
 )
 from microtome.capture.opgraph import OpGraph
 from microtome.capture.plain_hooks import plain_hooks
+from microtome.capture.routers import find_router
 from microtome.capture.sites import Site
 from microtome.capture.trunk import Chain, Norms, NotWalkable, Walk
 
@@ -49,6 +50,10 @@ class BlockParts:
     taps: list[Tap] = field(default_factory=list)
     unavailable: dict[Site, str] = field(default_factory=dict)
 
+    def inside(self, module: str) -> str:
+        """A module's path from the block."""
+        return module.removeprefix(f"{self.block.path}.")
+
     def refuse(self, kind: str, reason: str) -> None:
         """Note why a kind of site is not offered in this block."""
         self.unavailable[self.block.site(kind)] = reason
@@ -68,11 +73,11 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
         walk = Walk(graph, chain.calls[k], chain.entry_node(graph, k), chain.exit_node(graph, k), norms)
     except NotWalkable as reason:
         for kind in (*TERM_KINDS, *HEAD_KINDS):
-            parts.refuse(kind, f"the stream could not be followed through block {call.path}: {reason}")
+            parts.refuse(kind, f"the stream could not be followed through the block: {reason}")
         return parts
-    ops = [attention_ops(graph, t.node, chain.calls[k], entry=walk.entry, shape=walk.shape) for t in walk.terms]
-    behind = [{node.index for node in graph.ancestors(term.node)} for term in walk.terms]
-    seams_of = [tuple(s for s in here if s.z in nodes) for nodes in behind]
+    behind = [walk.behind(i) for i in range(len(walk.terms))]
+    ops = [attention_ops(graph, nodes, walk.shape) for nodes in behind]
+    seams_of = [tuple(s for s in here if any(n.index == s.z for n in nodes)) for nodes in behind]
     roles: list[Role] = [
         "attention" if role == "mixer" and (ops[i] or seams_of[i]) else role
         for i, role in enumerate(_roles(graph, chain, k, walk))
@@ -167,17 +172,19 @@ def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles:
     mixers, mlps = by_role["attention"] + by_role["mixer"], by_role["mlp"]
     for role, found in by_role.items():
         kind = TERM_OF_ROLE[role]
-        is_other_mixer = role in MIXERS and len(mixers) > len(found) == 0
-        if not found and (role in ("cross", "extra") or is_other_mixer or (role == "mixer" and not mixers)):
-            continue
         if found and _are_side_by_side(graph, walk, found):
             parts.taps.append(_term_tap(parts, graph, walk, width, found, kind))
-        elif role == "attention" and not found and not mixers:
-            parts.refuse(kind, f"no term of block {parts.block.path} mixes positions")
-        else:
+        elif role == "attention" and not found:
+            without = "no term of the block mixes positions"
+            if mixers:
+                without += " by a softmax over them; what its mixer adds is mixer_out"
+            parts.refuse(kind, without)
+        elif found or role == "mlp":
             what = WHAT_ROLES_DO[role]
-            parts.refuse(kind, f"{len(found)} of the terms of block {parts.block.path} {what}; one was expected")
+            parts.refuse(kind, f"{len(found)} terms of the block {what}; one was expected")
     _add_mlp_act(parts, graph, walk, mlps, block)
+    if len(mlps) == 1:
+        _add_router(parts, graph, walk, mlps[0])
     _add_resid_mid(parts, graph, walk, width, mixers, mlps, block)
 
 
@@ -210,10 +217,10 @@ def _term_tap(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, terms: 
 def _add_mlp_act(parts: BlockParts, graph: OpGraph, walk: Walk, mlps: list[int], block: int) -> None:
     linear = last_linear(graph, walk.terms[mlps[0]].node, block) if len(mlps) == 1 else None
     if linear is None:
-        parts.refuse("mlp_act", f"block {parts.block.path} has no single MLP with a last linear map")
+        parts.refuse("mlp_act", "the block has no single MLP with a last linear map")
         return
     slot, node = next(iter(graph.calls[linear].inputs.items()))
-    value, module = graph.nodes[node].value, graph.calls[linear].path
+    value, module = graph.nodes[node].value, parts.inside(graph.calls[linear].path)
     is_flat = value.ndim == 2 and len(value) == walk.shape[:2].numel()
     if not is_flat and (value.ndim != 3 or value.shape[:2] != walk.shape[:2]):
         parts.refuse("mlp_act", f"the MLP's last linear map gets a tensor of shape {tuple(value.shape)}")
@@ -226,6 +233,23 @@ def _add_mlp_act(parts: BlockParts, graph: OpGraph, walk: Walk, mlps: list[int],
         return
     rows_of = parts.block.entry if is_flat else None
     parts.taps.append(Tap(parts.block.site("mlp_act"), point, width=value.shape[-1], rows_of=rows_of))
+
+
+def _add_router(parts: BlockParts, graph: OpGraph, walk: Walk, mlp: int) -> None:
+    if (router := find_router(graph, walk.behind(mlp))) is None:
+        return
+    value = next(
+        graph.nodes[call.outputs[router.logits.slot]].value
+        for number, call in enumerate(graph.calls)
+        if graph.point(number, "out", router.logits.slot) == router.logits
+    )
+    is_flat = value.ndim == 2 and len(value) == walk.shape[:2].numel()
+    if not is_flat and (value.ndim != 3 or value.shape[:2] != walk.shape[:2]):
+        parts.refuse("router", f"the router returns logits of shape {tuple(value.shape)}")
+        return
+    rows_of = parts.block.entry if is_flat else None
+    site = parts.block.site("router")
+    parts.taps.append(Tap(site, router.logits, width=router.experts, edited_at=router.input, rows_of=rows_of))
 
 
 def replay(graph: OpGraph, block: int) -> Run:
@@ -244,9 +268,7 @@ def _add_resid_mid(
 ) -> None:
     site = parts.block.site("resid_mid")
     if len(mixers) != 1 or len(mlps) != 1:
-        parts.refuse(
-            "resid_mid", f"block {parts.block.path} has {len(mixers)} mixers and {len(mlps)} MLPs, not 1 and 1"
-        )
+        parts.refuse("resid_mid", f"the block has {len(mixers)} mixers and {len(mlps)} MLPs, not 1 and 1")
         return
     if parts.block.is_parallel:
         parts.refuse("resid_mid", "attention and MLP are added in parallel; there is no stream between them")
@@ -279,7 +301,8 @@ def _add_resid_mid(
         factor = factor * other
     through = str(parts.block.site(TERM_OF_ROLE[parts.block.contributions[mixers[0]].role]))
     point = graph.point(readers[0][0], "in", readers[0][1])
-    parts.taps.append(Tap(site, point, None, None, width, through, factor.number, factor.vectors))
+    tap = Tap(site, point, width=width, through=through, factor=factor.number, vectors=factor.vectors)
+    parts.taps.append(tap)
 
 
 @dataclass
@@ -333,24 +356,30 @@ class _Heads:
     ) -> tuple[HeadColumns | None, str]:
         """The layout of heads in the projection's input, or why there is none."""
         if value.ndim != 3:
-            return None, f"the output projection {point.module} gets a tensor of shape {tuple(value.shape)}"
+            return (
+                None,
+                f"the output projection {self.parts.inside(point.module)} gets a tensor of shape {tuple(value.shape)}",
+            )
         if seam is not None:
             z = self.graph.nodes[seam.z].value
             rows, heads, d_head = z.shape[0] * z.shape[1], z.shape[2], z.shape[3]
             match = column_match(z.reshape(rows, -1), value.reshape(rows, -1)) if z.numel() == value.numel() else None
             if match is not None:
                 return HeadColumns(match.view(heads, d_head)), ""
-        found = head_axes(self.graph, into, self.block)
+        behind = self.walk.behind(self.mixer)
+        found = head_axes(self.graph, behind, into)
         if not found:
             return None, "no split into heads was found before the mixer's output projection"
-        self.parts.linears = linears = linear_maps(self.graph, into, self.block, entry=self.walk.entry)
+        self.parts.linears = linears = linear_maps(self.graph, behind, into, self.block)
         seen = ""
         for axes in found:
             columns = HeadColumns(torch.arange(value.shape[-1]).view(*axes))
             wrong, note = head_check(replay(self.graph, self.block), point, value, columns, 0, linears)
             if not wrong:
                 return columns, ""
-            seen = seen or f"{axes[0]} heads of {axes[1]} columns of {point.module}'s input are no heads: {note}"
+            if not seen:
+                into_what = f"{self.parts.inside(point.module)}'s input"
+                seen = f"{axes[0]} heads of {axes[1]} columns of {into_what} are no heads: {note}"
         return None, seen
 
     def _is_seam_z(self, seam: SeamRecord, value: Tensor, columns: HeadColumns) -> bool:

@@ -346,6 +346,8 @@ def _refusal(tap: Tap, proof: Proof) -> str:
         rests_on += proof.checked("head causality", at(kind)) or [("head causality", at(kind))]
     if kind == "resid_mid":
         rests_on.append(("edit", tap.through or str(tap.site)))
+    if kind == "router":
+        rests_on += [("router sum", str(tap.site)), ("router edit", str(tap.site))]
     if kind in ("q", "k", "v") and tap.heads is not None:
         rests_on += proof.checked(f"{kind} edit", at(kind)) or [(f"{kind} edit", at(kind))]
     if kind in ("k", "v", "k_rot", "pattern"):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from microtome.capture.anatomy import HeadColumns, Point
-from microtome.capture.opgraph import OpGraph
+from microtome.capture.opgraph import Node, OpGraph
 
-LINEAR_OPS = {"linear", "addmm", "matmul", "__matmul__", "mm", "conv1d"}
+LINEAR_OPS = {"linear", "addmm", "matmul", "__matmul__", "mm"}
 
 
 @dataclass(frozen=True)
@@ -144,32 +144,29 @@ def last_linear(graph: OpGraph, term: int, block: int) -> int | None:
     return None
 
 
-def linear_maps(graph: OpGraph, before: int, block: int, *, entry: int) -> list[Point]:
-    """Outputs of the modules inside a block that hold one linear map each and on which a node depends."""
-    depends = graph.descendants(entry)
+def linear_maps(graph: OpGraph, behind: list[Node], before: int, block: int) -> list[Point]:
+    """Outputs of the modules inside a block that hold one linear map each, among nodes earlier than one of them."""
     found = {}
-    for node in graph.ancestors(before):
-        if node.op in LINEAR_OPS and node.index in depends and graph.is_inside(node.call, block) and node.call != block:
+    for node in behind:
+        if node.op in LINEAR_OPS and node.index < before and node.call != block:
             call = graph.calls[node.call]
             if list(call.outputs) == [None] and graph.source(call.outputs[None]) == graph.source(node.index):
                 found[graph.point(node.call, "out", None)] = None
     return list(found)
 
 
-def head_axes(graph: OpGraph, index: int, block: int) -> list[tuple[int, int]]:
+def head_axes(graph: OpGraph, behind: list[Node], index: int) -> list[tuple[int, int]]:
     """Possible numbers and widths of heads of a `[batch, position, head * d_head]` node, likeliest first.
 
-    From 4-D tensors `[batch, position, head, d_head]` or `[batch, head, position, d_head]` on the way to it in its
-    block: the nearest with the same numbers, then those with a gate, a norm or a reshape between.
+    From 4-D tensors `[batch, position, head, d_head]` or `[batch, head, position, d_head]` among earlier nodes behind
+    the same term: the nearest with the same numbers, then those with a gate, a norm or a reshape between.
     """
     batch, positions, width = graph.nodes[index].value.shape
     same: dict[tuple[int, int], None] = {}
     other: dict[tuple[int, int], None] = {}
-    for node in graph.ancestors(index):
+    for node in behind:
         shape = node.value.shape
-        if not graph.is_inside(node.call, block):
-            break
-        if len(shape) != 4 or shape[0] != batch or shape[1:].numel() != positions * width:
+        if node.index > index or len(shape) != 4 or shape[0] != batch or shape[1:].numel() != positions * width:
             continue
         if shape[1] == positions:
             axes = (shape[2], shape[3])

@@ -18,6 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from microtome.capture.routers import router_map
+
 # Order of the taps on one tensor: what is written through it, itself, what stands on it, copies for later.
 PHASE_THROUGH, PHASE_VALUE, PHASE_ABOVE, PHASE_COPY = range(4)
 
@@ -248,6 +250,37 @@ def affine_weight(module: nn.Module, like: Tensor) -> Float[Tensor, "d_in d_mode
     axes = torch.cat([torch.zeros(1, 1, width), torch.eye(width)[None]], dim=1).to(like.device, like.dtype)
     images = module.forward(axes)
     return rearrange(images[:, 1:] - images[:, :1], "1 d_in d_model -> d_in d_model")
+
+
+@dataclass(eq=False)
+class RouterInput:
+    """The tensor is a router's input x, of which the module chooses experts by itself; the value is the logits W x + b.
+
+    Attributes:
+        slot: which element of the module's output the logits are.
+        of: where the logits' tokens lie in one axis, notes the `[batch, position]` they are.
+        maps: weight `[d_model, expert]`, its pseudo-inverse and the bias, made at the first use.
+    """
+
+    slot: int | str | None
+    of: RowsOf | None
+    maps: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def present(self, tensor: Tensor, passing: Passing) -> Tensor:
+        if self.maps is None:
+            weight, bias = router_map(passing.module, self.slot, tensor)
+            self.maps = weight, torch.linalg.pinv(weight.float()).to(weight.dtype), bias
+        weight, _, bias = self.maps
+        logits = tensor @ weight + bias
+        return logits if self.of is None else logits.reshape(*self.of.rows, -1)
+
+    def add(self, tensor: Tensor, delta: Tensor, passing: Passing) -> Tensor:
+        if self.maps is None:
+            self.present(tensor, passing)
+        return tensor + delta.reshape(*tensor.shape[:-1], -1) @ self.maps[1]
+
+    def put(self, tensor: Tensor, value: Tensor, passing: Passing) -> Tensor:
+        return tensor
 
 
 @dataclass(eq=False)

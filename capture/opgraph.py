@@ -10,7 +10,7 @@ Beware: compiled or scripted code is one opaque call, and hub kernels hide their
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -232,13 +232,13 @@ class OpGraph(TorchFunctionMode):
                 found.add(node.index)
         return found
 
-    def ancestors(self, index: int) -> Iterator[Node]:
-        """The node and everything it was made from, latest first."""
+    def ancestors(self, index: int, *, without: Collection[int] = ()) -> Iterator[Node]:
+        """The node and everything it was made from, latest first; not what is only behind nodes of `without`."""
         waiting = {index}
         while waiting:
             latest = max(waiting)
             waiting.discard(latest)
-            waiting.update(self.nodes[latest].parents)
+            waiting.update(p for p in self.nodes[latest].parents if p not in without)
             yield self.nodes[latest]
 
     def same_value(self, a: int, b: int) -> bool:

@@ -5,6 +5,8 @@
     sum            resid_post = trunk(resid_pre, contributions), with the factors that were found
     edit           the contributions replaced by their values, one changed at random, give what the formula says
     not empty      a contribution is at least 1e-3 of the stream, so that nothing above holds vacuously
+    router sum     the router's weight times its input, plus the bias, is its logits
+    router edit    one expert's logit raised at one position moves what the MLP adds there and nowhere else
     head sum       sum over heads of z_h W_O^h, plus the bias, is the output projection's output
     head causality halving one head's queries (or its pattern) moves that head's columns of z and no others; in a mixer
                    without attention, pushing columns of its linear maps that act on both ends of one head and on no
@@ -40,6 +42,7 @@ from microtome.capture.causality import SMALL, acts_decide, head_check, moved_co
 from microtome.capture.opgraph import elements, map_tensors
 from microtome.capture.padding import call_options
 from microtome.capture.plain_hooks import plain_hooks
+from microtome.capture.routers import router_map
 from microtome.capture.seam_record import recorded_seam_calls
 from microtome.capture.sites import Site
 from microtome.capture.tail import Tail
@@ -67,6 +70,7 @@ class Proof:
         self.record: list[Identity] = []
         self._whole: dict[str, str] = {}
         self.points = list(dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side != "seam")]))
+        self.points += [t.edited_at for t in taps if t.edited_at is not None]
         self.taps = {tap.site: tap for tap in taps}
         self.sums, self.edits = (1e-5, 1e-4) if _is_full(model) else (2e-2, 2e-2)
         self._forward()
@@ -75,6 +79,7 @@ class Proof:
             self._check_block(block)
             self._check_resid_mid(block)
             self._check_act(block)
+            self._check_router(block)
             self._check_heads(block)
             self._check_seam(block)
         self._check_tail()
@@ -238,6 +243,35 @@ class Proof:
         run = lambda hooks: self._replay(block, hooks)  # noqa: E731
         error = acts_decide(run, tap.point, mlp.point, self.values[block.entry].shape[:2])
         self._note("act decides", tap.site, error, self.sums)
+
+    def _check_router(self, block: Block) -> None:
+        tap = self.taps.get(block.site("router"))
+        mlp = next((c for c in block.contributions if c.role == "mlp"), None)
+        if tap is None or mlp is None:
+            return
+        rows = self.values[block.entry].shape[:2]
+        logits, term = self.values[tap.point].reshape(*rows, -1), self.values[mlp.point].reshape(*rows, -1)
+        raised = torch.zeros_like(logits)
+        raised[:, POSITION, 1] = 4 * logits.abs().max()
+        module = self.model.get_submodule(tap.point.module)
+        if tap.edited_at is not None:
+            into = self.values[tap.edited_at]
+            weight, bias = router_map(module, tap.point.slot, into)
+            self._note(
+                "router sum", tap.site, _relative((into @ weight + bias).reshape(logits.shape), logits), self.sums
+            )
+            push = (raised @ torch.linalg.pinv(weight.float()).to(weight)).reshape(into.shape)
+            edit = {tap.edited_at: lambda x: x + push}
+        else:
+            self._note("router sum", tap.site, 0.0, self.sums, "the linear map itself")
+            edit = {tap.point: lambda x: x + raised.reshape(x.shape)}
+        seen: list[Tensor] = []
+        self._replay(block, {**edit, mlp.point: lambda x: seen.append(x.detach().clone())})
+        moved = (seen[0].reshape(term.shape) - term).abs().amax(-1) > SMALL * term.abs().max()
+        elsewhere = moved.clone()
+        elsewhere[:, POSITION] = False
+        wrong = int(elsewhere.sum()) + int(not moved[:, POSITION].any())
+        self._note("router edit", tap.site, wrong, 0.0, f"what the MLP adds moved at {int(moved.sum())} positions")
 
     def _check_heads(self, block: Block) -> None:
         out = self.taps.get(block.site("head_out"))

@@ -22,6 +22,7 @@ from microtome.capture.layouts import (
     HeadWrite,
     Layout,
     Remember,
+    RouterInput,
     RowsOf,
     StreamBetween,
     Tokens,
@@ -162,6 +163,11 @@ class _Places:
         if queries is not None:
             live = LivePatternRead(site, _heads_of(site), queries, read.select, read.keep_graph, tap.point.call)
         else:
+            if read.keep_graph and tap.edited_at is not None:
+                raise ValueError(
+                    f"{site} with keep_graph=True would give no gradient: this router returns logits that it has "
+                    "already used. Take the gradient with respect to what it reads, such as resid_mid."
+                )
             if read.keep_graph and site.kind == "resid_mid" and tap.through is not None:
                 raise ValueError(
                     f"{site} with keep_graph=True would give the gradient through the MLP alone: here it is the MLP's "
@@ -181,6 +187,10 @@ class _Places:
         elif site.kind == "resid_mid" and tap.through is not None:
             point = self.anatomy.tap(tap.through).point
             live = LiveEdit(site, point.slot, PHASE_ABOVE, self._stream_between(tap, point), function, point.call)
+        elif tap.edited_at is not None:
+            point = tap.edited_at
+            layout = RouterInput(tap.point.slot, None if tap.rows_of is None else self._rows(tap.rows_of))
+            live = LiveEdit(site, point.slot, PHASE_VALUE, layout, function, point.call)
         else:
             layout, phase = self._layout(tap, site.head)
             live = LiveEdit(site, point.slot, phase, layout, function, point.call)
@@ -192,10 +202,13 @@ class _Places:
             return StreamBetween(1.0, [(self._remember(p), factor) for p, factor in tap.others]), PHASE_ABOVE
         if tap.rows_of is None:
             return _layout(tap, head)
-        if tap.rows_of not in self.noted:
-            self.noted[tap.rows_of] = RowsOf(tap.rows_of.slot, call=tap.rows_of.call)
-            self._place(tap.rows_of, self.noted[tap.rows_of])
-        return Tokens(self.noted[tap.rows_of]), PHASE_VALUE
+        return Tokens(self._rows(tap.rows_of)), PHASE_VALUE
+
+    def _rows(self, point: Point) -> RowsOf:
+        if point not in self.noted:
+            self.noted[point] = RowsOf(point.slot, call=point.call)
+            self._place(point, self.noted[point])
+        return self.noted[point]
 
     def _place(self, point: Point, live: LiveTap) -> None:
         side: Side = point.side if point.side != "seam" else "seam out" if point.slot in ("z", "pattern") else "seam in"

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from microtome.capture.opgraph import Call, OpGraph, Ref, map_tensors
+from microtome.capture.opgraph import Call, Node, OpGraph, Ref, map_tensors
 
 ADDITIONS = {"add": 1.0, "__add__": 1.0, "__radd__": 1.0, "add_": 1.0, "__iadd__": 1.0, "sub": -1.0, "__sub__": -1.0}
 MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
@@ -161,6 +161,12 @@ class Walk:
         self._reach: dict[int, bool] = {}
         self.terms: list[Term] = []
         self.steps = self._steps(exit)
+
+    def behind(self, term: int) -> list[Node]:
+        """What a term is made from inside the block, latest first, other terms and what is behind them left out."""
+        others = {t.node for t in self.terms} - {self.terms[term].node}
+        nodes = self.graph.ancestors(self.terms[term].node, without=others)
+        return [n for n in nodes if n.index in self.inside and self.graph.is_inside(n.call, self.block)]
 
     def reaches_entry(self, index: int) -> bool:
         """Whether the block's input is reached from a node by trunk steps alone."""
