@@ -23,14 +23,15 @@ class Point:
 
     Attributes:
         module: dotted path of the module.
-        side: "in" (its argument), "out" (its output) or "seam" (transformers' attention interface, called by it).
+        side: "in" (its argument), "out" (its output), "seam" (transformers' attention interface, called by it) or
+            "cache" (the recurrent state that its call leaves in a cache).
         slot: for "in" the argument's index or keyword; for "out" the element of a tuple or list, None when the
-            output is the tensor itself; for "seam" one of "q" "k" "v" "z" "pattern".
+            output is the tensor itself; for "seam" one of "q" "k" "v" "z" "pattern"; for "cache" its layer there.
         call: where the module runs several times in one forward, the number of the call; else None.
     """
 
     module: str
-    side: Literal["in", "out", "seam"]
+    side: Literal["in", "out", "seam", "cache"]
     slot: int | str | None = None
     call: int | None = None
 

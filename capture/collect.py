@@ -102,6 +102,11 @@ def capture(
     wanted = anatomy.expand(sites)
     if not wanted:
         raise ValueError("sites is empty. Name at least one, such as 'resid_post' or 'z.5.3'.")
+    if states := [str(site) for site in wanted if site.kind == "state"]:
+        raise ValueError(
+            f"{states[0]} has no positions: it is what a cache holds after a call. Read it with taps(model, "
+            f"{states[0]!r}) around model(..., use_cache=True) or generate."
+        )
     run = _Run(module, anatomy, wanted, edits or {}, torch.device(device), dtype)
     if is_ready:
         table = run.ready(encoded, positions, include_special, progress)

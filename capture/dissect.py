@@ -26,6 +26,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.opgraph import OpGraph, elements
 from microtome.capture.padding import call_options, limit_for, padding_errors
 from microtome.capture.proof import Proof
+from microtome.capture.recurrent_state import RecurrentStates
 from microtome.capture.seam_record import RecordedCall, recorded_seam_calls
 from microtome.capture.sites import KINDS, Site
 from microtome.capture.tail import Tail, find_tail, token_embedding
@@ -104,6 +105,10 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
     proof = Proof(model, [part.block for part in parts], taps, tail, batches[1], linears)
     unavailable = {site: reason for part in parts for site, reason in part.unavailable.items()}
     unavailable |= _whole_model_refusals(tail, embedding)
+    states = RecurrentStates(model, [part.block for part in parts], batches[1].get("input_ids"))
+    unavailable |= states.unavailable
+    proof.record += states.record
+    taps += states.taps
     offered = {}
     for tap in taps:
         if reason := _refusal(tap, proof):
@@ -321,6 +326,7 @@ _RESTS_ON = {
     "cross_out": [("sum", "resid_post"), ("edit", "cross_out"), ("not empty", "cross_out")],
     "extra_out": [("sum", "resid_post"), ("edit", "extra_out"), ("not empty", "extra_out")],
     "mlp_act": [("sum", "resid_post"), ("edit", "mlp_out"), ("act sum", "mlp_act"), ("act decides", "mlp_act")],
+    "state": [("state step", "state"), ("state null edit", "state"), ("state edit", "state")],
     "z": [("head sum", "z")],
     "head_out": [("head sum", "z")],
 }
@@ -334,10 +340,10 @@ def _refusal(tap: Tap, proof: Proof) -> str:
 
     kind = tap.site.kind
     rests_on = [(name, at(other)) for name, other in _RESTS_ON.get(kind, [])]
-    if tap.point.side != "seam":
-        rests_on.append(("fires", proof.label(tap.point)))
-    else:
+    if tap.point.side == "seam":
         rests_on.append(("fires", proof.seam_label(tap.point)))
+    elif tap.point.side != "cache":
+        rests_on.append(("fires", proof.label(tap.point)))
     if kind in ("z", "head_out"):
         rests_on += proof.checked("head causality", at("z"))
         if tap.point.side == "seam":

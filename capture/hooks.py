@@ -23,8 +23,9 @@ from microtome.capture.layouts import Passing
 from microtome.capture.models import LoadedModel
 from microtome.capture.opgraph import elements
 from microtome.capture.plain_hooks import replaced
+from microtome.capture.recurrent_state import state_in
 
-Side = Literal["in", "out", "seam in", "seam out"]
+Side = Literal["in", "out", "seam in", "seam out", "cache"]
 
 
 @runtime_checkable
@@ -130,7 +131,7 @@ def attach(model: nn.Module | LoadedModel, anatomy: Anatomy) -> None:
     model = model.module if isinstance(model, LoadedModel) else model
     points = [tap.point for tap in anatomy.taps.values()]
     points += [point for block in anatomy.blocks for point in (block.entry, *(c.point for c in block.contributions))]
-    install((model.get_submodule(p.module), p.side) for p in points if p.side != "seam")
+    install((model.get_submodule(p.module), "in" if p.side == "in" else "out") for p in points if p.side != "seam")
     if any(point.side == "seam" for point in points):
         switch_on(model)
 
@@ -207,10 +208,13 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None
 
 def _after(module: nn.Module, args: tuple, *kwargs_and_output: Any) -> Any:
     active = active_taps()
-    if not active or len(kwargs_and_output) == 1 or not (due := _due(active, "out", module)):
+    if not active or len(kwargs_and_output) == 1:
         return None
     kwargs, output = kwargs_and_output
     passing = Passing(module, args, kwargs)
+    _act_on_state(active, passing)
+    if not (due := _due(active, "out", module)):
+        return None
     for tap in due:
         tensor = output if tap.slot is None else dict(elements(output)).get(tap.slot)
         if not isinstance(tensor, Tensor):
@@ -224,6 +228,18 @@ def _after(module: nn.Module, args: tuple, *kwargs_and_output: Any) -> Any:
             output = replaced(output, tap.slot, new)
     _stop_if_full(active)
     return output
+
+
+def _act_on_state(active: tuple[ActiveTaps, ...], passing: Passing) -> None:
+    """Pass the recurrent state that a call left in its cache through the taps, and write it back in place."""
+    due = _due(active, "cache", passing.module)
+    for tap in due:
+        if (state := state_in(passing.args, passing.kwargs, tap.slot)) is not None:
+            new = tap.apply(state, passing)
+            if new is not state:
+                state.copy_(new)
+    if due:
+        _stop_if_full(active)
 
 
 class _TapsAtSeam:

@@ -150,7 +150,7 @@ class _Places:
     model: nn.Module
     anatomy: Anatomy
     at: dict[Side, dict[nn.Module, list[LiveTap]]] = field(
-        default_factory=lambda: {"in": {}, "out": {}, "seam in": {}, "seam out": {}}
+        default_factory=lambda: {"in": {}, "out": {}, "seam in": {}, "seam out": {}, "cache": {}}
     )
     reads: dict[Site, LiveRead | LivePatternRead] = field(default_factory=dict)
     edits: dict[Site, LiveEdit | LivePatternEdit] = field(default_factory=dict)
@@ -163,6 +163,8 @@ class _Places:
         if queries is not None:
             live = LivePatternRead(site, _heads_of(site), queries, read.select, read.keep_graph, tap.point.call)
         else:
+            if read.keep_graph and tap.point.side == "cache":
+                raise ValueError(f"{site} with keep_graph=True: a cache holds no graph. Read it without.")
             if read.keep_graph and tap.edited_at is not None:
                 raise ValueError(
                     f"{site} with keep_graph=True would give no gradient: this router returns logits that it has "

@@ -135,6 +135,7 @@ def taps(
     plan = plan_taps(module, anatomy, reads, edits or {})
     active = ActiveTaps(plan.at, [*plan.edits.values(), *plan.reads.values()], stop, plan.entrances)
     install([(place, side) for side in ("in", "out") for place in plan.at[side]] + [(m, "in") for m in plan.entrances])
+    install((place, "out") for place in plan.at["cache"])
     if plan.uses_seam:
         switch_on(module)
     tape = Tape(plan)
@@ -156,8 +157,10 @@ def _require_fired(plan: TapPlan, anatomy: Anatomy) -> None:
     if not silent:
         return
     names = ", ".join(f"{'edit of' if tap in plan.edits.values() else 'read of'} {tap.site}" for tap in silent[:6])
-    if len(silent) == len(live):
+    if len(silent) == len(live) and not all(anatomy.tap(tap.site).point.side == "cache" for tap in silent):
         cause = "No forward of this model ran inside the context in this thread, or it raised before the first tap."
+    elif all(anatomy.tap(tap.site).point.side == "cache" for tap in silent):
+        cause = "The forward ran without a cache; call the model with use_cache=True."
     elif all(anatomy.tap(tap.site).point.side == "seam" for tap in silent):
         cause = "The attention setting was changed inside the context, or this path does not use the interface."
     else:
