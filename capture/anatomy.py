@@ -209,7 +209,9 @@ class Anatomy:
         unembedding: path of the linear map to the vocabulary, None if the model has none.
         logits_factor: number by which the unembedding's output is multiplied to give the logits.
         logits_cap: c in `c tanh(x / c)`, None without a cap.
-        seconds: time that discovery and proof took.
+        seconds: time that discovery and proof took, or, from the store, the cheap identities.
+        proved_at: when every identity was checked (UTC).
+        repeated: how many identities were checked again when the anatomy came from the store.
     """
 
     model_class: str
@@ -225,6 +227,8 @@ class Anatomy:
     logits_factor: float = 1.0
     logits_cap: float | None = None
     seconds: float = 0.0
+    proved_at: str = ""
+    repeated: int = 0
 
     def __repr__(self) -> str:
         held = sum(identity.holds for identity in self.proof)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.capture.anatomy import Anatomy, Point, Tap
+from microtome.capture.anatomy_store import anatomy_key, keep, kept
 from microtome.capture.batches import PaddingRecipe
 from microtome.capture.block_parts import block_parts
 from microtome.capture.head_layout import SeamRecord
@@ -26,7 +28,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.opgraph import OpGraph, elements
 from microtome.capture.padding import call_options, limit_for, padding_errors
 from microtome.capture.proof import Proof
-from microtome.capture.recurrent_state import RecurrentStates
+from microtome.capture.recurrent_state import STEP_LIMIT, RecurrentStates
 from microtome.capture.seam_record import RecordedCall, recorded_seam_calls
 from microtome.capture.sites import KINDS, Site
 from microtome.capture.tail import Tail, find_tail, token_embedding
@@ -46,13 +48,14 @@ def dissect(
     """The proved anatomy of a model: its blocks, its offered sites and the record of every identity.
 
     The first call runs a handful of forwards on random tokens, without any taps that are open; the result is kept for
-    as long as the module lives and consists of the same modules.
+    as long as the module lives and consists of the same modules. It is also kept on disk (`MICROTOME_CACHE`): in
+    another process a model of the same make takes two forwards, in which the cheap identities are checked again.
 
     Args:
         model: a transformers model, loaded or held; it is left exactly as it was.
         inputs: for models that do not read token ids (images, audio): two or more rows of model inputs to run on.
-        again: forget what is known of this module and start over (after its weights changed beyond recognition; a
-            module that was replaced, added or removed is noticed).
+        again: forget what is known of this module and on disk, and start over (after its weights changed beyond
+            recognition; a module that was replaced, added or removed is noticed).
 
     Raises:
         NotDissectable: in training mode, not deterministic, without token ids as input, or without a chain of blocks.
@@ -65,7 +68,7 @@ def dissect(
             outer = ACTIVE.set(())
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    anatomy = _dissect(module, inputs)
+                    anatomy = _anatomy(module, inputs, again)
             finally:
                 ACTIVE.reset(outer)
             _KNOWN[module] = anatomy, [ref(part) for part in _parts(module)]
@@ -87,11 +90,36 @@ def _is_made_of(module: nn.Module, parts: "list[ReferenceType[nn.Module]]") -> b
     return len(now) == len(parts) and all(held() is part for held, part in zip(parts, now, strict=True))
 
 
-def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
+def _anatomy(model: nn.Module, inputs: Mapping[str, Any] | None, again: bool) -> Anatomy:
+    """From the store if its cheap identities hold on this model, else found and proved, and put there."""
     if model.training:
         raise NotDissectable(f"{type(model).__name__} is in training mode; call model.eval() first.")
-    started = time.perf_counter()
     batches = probe_batches(model) if inputs is None else _given_batches(model, inputs)
+    key = anatomy_key(model, inputs)
+    if key is not None and not again and (held := _held_again(model, key, batches[1])) is not None:
+        return held
+    anatomy, tail = _dissect(model, batches)
+    if key is not None:
+        keep(key, anatomy, tail)
+    return anatomy
+
+
+def _held_again(model: nn.Module, key: str, batch: dict[str, Any]) -> Anatomy | None:
+    started = time.perf_counter()
+    if (known := kept(key)) is None:
+        return None
+    anatomy, tail = known
+    cheap = Proof(model, list(anatomy.blocks), list(anatomy.taps.values()), tail, batch, is_quick=True)
+    now = {(i.name, i.site): i for i in cheap.record}
+    held_before = {(i.name, i.site): i.holds for i in anatomy.proof}
+    if any(identity.holds != held_before.get(what, True) for what, identity in now.items()):
+        return None
+    proof = tuple(now.get((i.name, i.site), i) for i in anatomy.proof)
+    return replace(anatomy, proof=proof, repeated=len(now), seconds=time.perf_counter() - started)
+
+
+def _dissect(model: nn.Module, batches: tuple[dict[str, Any], dict[str, Any]]) -> tuple[Anatomy, Tail]:
+    started = time.perf_counter()
     graph, seams = _recorded(model, batches[0])
     chain, *others = _stacks(graph, batches[0])
     norms = Norms()
@@ -105,7 +133,8 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
     proof = Proof(model, [part.block for part in parts], taps, tail, batches[1], linears)
     unavailable = {site: reason for part in parts for site, reason in part.unavailable.items()}
     unavailable |= _whole_model_refusals(tail, embedding)
-    states = RecurrentStates(model, [part.block for part in parts], batches[1].get("input_ids"))
+    ids = batches[1].get("input_ids")
+    states = RecurrentStates(model, [part.block for part in parts], ids, limit=max(STEP_LIMIT, proof.sums))
     unavailable |= states.unavailable
     proof.record += states.record
     taps += states.taps
@@ -117,7 +146,7 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
             offered[tap.site] = tap
     main = [part.block for part in parts if not part.block.stack]
     errors = _padding_errors(model, main[-1].exit, batches[1])
-    return Anatomy(
+    anatomy = Anatomy(
         model_class=type(model).__name__,
         blocks=tuple(part.block for part in parts),
         d_model=graph.nodes[chain.exit_node(graph, 0)].value.shape[-1],
@@ -131,7 +160,9 @@ def _dissect(model: nn.Module, inputs: Mapping[str, Any] | None) -> Anatomy:
         logits_factor=tail.factor,
         logits_cap=tail.cap,
         seconds=time.perf_counter() - started,
+        proved_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+    return anatomy, tail
 
 
 def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

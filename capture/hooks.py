@@ -152,7 +152,7 @@ def detach(model: nn.Module | LoadedModel) -> None:
                 (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
                 (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
             ):
-                for key in [key for key, hook in held.items() if hook in (_before, _after)]:
+                for key in [key for key, hook in held.items() if hook in HOOKS]:
                     del held[key]
                     for mark in marks:
                         mark.pop(key, None)
@@ -240,6 +240,9 @@ def _act_on_state(active: tuple[ActiveTaps, ...], passing: Passing) -> None:
                 state.copy_(new)
     if due:
         _stop_if_full(active)
+
+
+HOOKS = (_before, _after)
 
 
 class _TapsAtSeam:

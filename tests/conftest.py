@@ -7,7 +7,7 @@ The bundled models import Microtome only when asked for: a module that fails to 
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a forked worker would warn, and warnings are errors here
@@ -175,6 +175,17 @@ def tiny_gguf(tiny) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(autouse=True, scope="session")
+def anatomies_of_this_session(tmp_path_factory) -> Iterator[None]:
+    """Anatomies are kept in a folder of this session: nothing is proved by what an earlier run found."""
+    from microtome.capture import anatomy_store
+
+    folder = tmp_path_factory.mktemp("anatomies")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(anatomy_store, "cache_folder", lambda *parts: folder)
+        yield
 
 
 @pytest.fixture
