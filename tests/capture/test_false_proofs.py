@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers.models.llama import modeling_llama
 
 from microtome.capture import plain_hooks
-from microtome.capture.anatomy import Anatomy, Block, HeadColumns, Identity, Point, Tap
+from microtome.capture.anatomy import Anatomy, Block, HeadColumns, Hop, Identity, Point, Tap
 from microtome.capture.dissect import dissect, probe_batches
 from microtome.capture.padding import padding_errors
 from microtome.capture.proof import Proof
@@ -114,10 +114,11 @@ class TwoParts(nn.Module):
 
 
 class Toy(nn.Module):
-    """An embedding, three blocks of one class, and an unembedding."""
+    """An embedding, three blocks of one class, each given the stream once or several times, and an unembedding."""
 
-    def __init__(self, block: type[nn.Module]) -> None:
+    def __init__(self, block: type[nn.Module], *, times: int = 1) -> None:
         super().__init__()
+        self.times = times
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.embed = nn.Embedding(50, 32)
@@ -131,7 +132,7 @@ class Toy(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.embed(input_ids)
         for block in self.blocks:
-            x = block(x)
+            x = block(*[x] * self.times)
         return self.head(x)
 
 
@@ -230,6 +231,22 @@ def test_roles_are_told_by_mixing_since_no_sum_or_edit_tells_them() -> None:
         return replace(block, contributions=tuple(replace(term, role=role) for term, role in terms))
 
     assert failed(model, anatomy, block=swapped) == set()
+
+
+class GivenThrice(nn.Module):
+    """Attention and no MLP; query, key and value are three arguments, as in Funnel. All are the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query + self.out(functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+@pytest.mark.xfail(strict=True, reason="the stream is changed at one argument of the block: its keys stay")
+def test_attention_that_is_given_the_stream_three_times_is_no_mlp() -> None:
+    assert [c.role for c in dissect(Toy(GivenThrice, times=3)).blocks[1].contributions] == ["mixer"]
 
 
 # ---- a factor dropped
@@ -346,15 +363,59 @@ def test_a_list_that_attention_returns_is_written_as_a_list() -> None:
     assert (bare["resid_post.1"] != edited["resid_post.1"]).any(-1).all()  # every row and position
 
 
-@pytest.mark.xfail(strict=True, reason="the stream is taken at one argument of the block, and edited there alone")
+@pytest.mark.xfail(strict=True, reason="the stream is changed at one argument of the block, and edited there alone")
 def test_a_stream_that_a_block_is_given_three_times_is_edited_three_times() -> None:
-    model, anatomy = family("funnel")  # block(query, key, value) with the stream for all three
+    model = Toy(GivenThrice, times=3)
+    anatomy = dissect(model)
     after = run(model, anatomy, ["resid_post.1"], {"resid_post.0": lambda value: DELTA})
     before = run(model, anatomy, ["resid_post.1"], {"resid_pre.1": lambda value: DELTA})
     torch.testing.assert_close(before["resid_post.1"], after["resid_post.1"])
 
 
 # ---- a module that is taken for a norm
+
+
+class MeanSoFar(nn.Module):
+    """The mean of the positions so far."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+
+
+class MixAddNorm(nn.Module):
+    """Unchanged when its input is doubled, with vector parameters only, but not pointwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm = MeanSoFar(), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.mix(x))
+
+
+class NormLikeMixer(nn.Module):
+    """norm(x + mixed), then x + mlp(x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sublayer, self.mlp = MixAddNorm(), Pointwise()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.sublayer(x)
+        return x + self.mlp(x)
+
+
+def test_a_sublayer_that_mixes_adds_and_norms_is_no_norm() -> None:
+    model = Toy(NormLikeMixer)
+    anatomy = dissect(model)
+    assert [c.role for c in anatomy.blocks[1].contributions] == ["mixer", "mlp"]
+    assert anatomy.tap("attn_out.1").point.module == "blocks.1.sublayer.mix"
+
+    def as_a_norm(block: Block) -> Block:
+        _, mlp = block.contributions
+        return replace(block, contributions=(mlp,), hops=(Hop("norm", module="blocks.1.sublayer"), Hop("add", 0)))
+
+    assert failed(model, anatomy, block=as_a_norm) == set()  # no sum or edit tells
 
 
 def test_fnets_fourier_sublayer_is_a_mixer_and_no_norm() -> None:
