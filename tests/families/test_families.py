@@ -24,7 +24,7 @@ NAMES = [
     pytest.param(name, marks=[] if number % 3 == 0 else [pytest.mark.slow]) for number, name in enumerate(EXPECTED)
 ]
 REPORTED_AFTER = ("falcon_mamba", "mamba", "mamba2", "rwkv")  # these report the stream after each block, not before
-LOOPED = ("dory", "hrm_text")  # these report every pass of a loop
+REPORTED_OTHERWISE = ("dory", "hrm_text", "funnel")  # every pass of a loop; the states of the encoder as well
 TOKENS = {"input_ids": torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(5))}
 
 
@@ -57,7 +57,7 @@ def _compare_hidden_states(name: str, model, anatomy) -> None:
     streams = [block.site("resid_post" if name in REPORTED_AFTER else "resid_pre") for block in anatomy.main]
     with torch.no_grad(), taps(model, streams, anatomy=anatomy) as tape:
         reported = model(**given, **call_options(model), output_hidden_states=True).get("hidden_states")
-    if reported is None or name in LOOPED:
+    if reported is None or name in REPORTED_OTHERWISE:
         return
     assert len(reported) == len(streams) + 1
     for site, state in zip(streams, reported, strict=False):
@@ -106,17 +106,6 @@ def test_roberta_counts_positions_itself() -> None:
     assert errors["right side, position ids cumsum"] > 0.01
 
 
-def test_falcons_attention_is_kept_before_the_mlp_is_added_into_it() -> None:
-    model = built("falcon old")
-    anatomy = dissect(model)
-    sites = ["resid_pre.1", "attn_out.1", "mlp_out.1", "resid_post.1"]
-    with torch.no_grad(), taps(model, sites, anatomy=anatomy) as tape:
-        model(**TOKENS)
-    before, attention, mlp, after = (tape[site] for site in sites)
-    torch.testing.assert_close(before + attention + mlp, after)
-    assert not torch.allclose(attention, mlp)
-
-
 def test_an_encoder_decoder_has_two_stacks_and_cross_attention() -> None:
     model = built("t5")
     anatomy = dissect(model)
@@ -139,14 +128,9 @@ def test_a_block_that_runs_three_times_is_three_calls() -> None:
     assert anatomy.expand("z.0.2") == anatomy.expand(["z.0.2@0", "z.0.2@1", "z.0.2@2"])
     with pytest.raises(KeyError, match=r"runs 3 times in one forward. Name a call: resid_post\.0@0 to resid_post\.0@2"):
         anatomy.tap("resid_post.0")
-    with torch.no_grad():
-        with taps(model, ["resid_post", "resid_pre"], anatomy=anatomy) as bare:
-            model(**TOKENS)
-        with taps(model, "resid_post", {"mlp_out.0@1": torch.ones_like}, anatomy=anatomy) as edited:
-            model(**TOKENS)
-    assert torch.equal(bare["resid_post.0@0"], bare["resid_pre.0@1"])
-    assert torch.equal(bare["resid_post.0@0"], edited["resid_post.0@0"])
-    assert not torch.allclose(bare["resid_post.0@1"], edited["resid_post.0@1"])
+    with torch.no_grad(), taps(model, ["resid_post", "resid_pre"], anatomy=anatomy) as tape:
+        model(**TOKENS)
+    assert torch.equal(tape["resid_post.0@0"], tape["resid_pre.0@1"])
 
 
 def test_tokens_in_one_axis_are_given_back_their_rows() -> None:
@@ -199,39 +183,3 @@ class Detour(torch.nn.Module):
 def test_blocks_beside_the_chain_are_not_passed_over_in_silence() -> None:
     with pytest.raises(NotDissectable, match=r"blocks\.\d.* in the list of its blocks, but not as blocks"):
         dissect(Detour().eval())
-
-
-# ---- false proofs: what passes some identities and must be caught by another
-
-
-def test_fnets_fourier_sublayer_is_a_mixer_and_no_norm() -> None:
-    anatomy = dissect(built("fnet"))  # mix, add, norm: unchanged by doubling, vector parameters only, but not pointwise
-    assert {block.contributions[0].role for block in anatomy.main} == {"mixer"}
-    assert [site.layer for site in anatomy.expand("attn_out")] == [0, 1, 2]
-    with pytest.raises(KeyError, match="no split into heads"):
-        anatomy.tap("z.1")
-
-
-def test_a_list_that_attention_returns_is_written_as_a_list() -> None:
-    model = built("openai-gpt")
-    anatomy = dissect(model)
-    delta = torch.randn(32, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        with taps(model, "resid_post.1", anatomy=anatomy) as bare:
-            model(**TOKENS)
-        with taps(model, "resid_post.1", {"attn_out.1": lambda value: delta}, anatomy=anatomy) as edited:
-            model(**TOKENS)
-    assert (bare["resid_post.1"] != edited["resid_post.1"]).any(-1).all()  # every row and position
-    assert all(i.holds for i in anatomy.proof if i.name == "edit")
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("diffllama", "identity 'head causality'"),  # pairs of half heads
-        ("bitnet", "no split into heads"),  # a norm over all heads before the projection
-    ],
-)
-def test_slices_of_the_projection_that_are_no_heads_are_refused(name: str, reason: str) -> None:
-    with pytest.raises(KeyError, match=reason):
-        dissect(built(name)).tap("z.1")

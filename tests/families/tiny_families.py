@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from perturbation import perturb
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForTextToWaveform
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
+)
 
 from microtome.capture.anatomy import Anatomy
 from microtome.capture.dissect import NotDissectable, dissect
@@ -58,28 +61,68 @@ SMALL: dict[str, Any] = {
 
 LATENT = {"num_key_value_heads": HEADS}  # multi-head latent attention has as many keys as queries
 PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+INDEXED = LATENT | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 64}
+DOTS3 = INDEXED | {"layer_types": ["indexed_attention"] * LAYERS, "shared_experts_intermediate_size": 16}
+LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+# parts of models that read more than text: each part gets the small numbers of its own class, and what is named here
+QWEN_VISION = {"depth": 2, "num_heads": 4, "out_hidden_size": D_MODEL, "num_position_embeddings": 16}
+QWEN3_5 = {"text_config": LINEAR_AND_FULL, "vision_config": QWEN_VISION}
+MUSIC: dict[str, Any] = {
+    "text_encoder": {},
+    "audio_encoder": {"num_filters": 4, "codebook_size": 128, "codebook_dim": 8, "upsampling_ratios": [2, 2]},
+    "decoder": {"num_codebooks": 1},
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"], LATENT
     ),
-    **dict.fromkeys(
-        ("deepseek_v32", "glm_moe_dsa"), LATENT | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 64}
-    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), INDEXED),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), LINEAR_AND_FULL),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), QWEN3_5),
+    **dict.fromkeys(("musicgen", "musicgen_melody"), MUSIC),
+    "blt": {
+        "patcher_config": LATENT,
+        "encoder_config": LATENT | {"hidden_size_global": D_MODEL},
+        "decoder_config": LATENT | {"hidden_size_global": D_MODEL},
+        "global_config": LATENT,
+        "encoder_hash_byte_group_vocab": 50,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None},
+    },
+    "convnext": {"patch_size": 2, "num_stages": 3, "hidden_sizes": [8, 16, 32], "depths": [1, 1, 3]},
     "dbrx": {
         "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": D_MLP, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note_text": LATENT | {"vocab_size_per_layer_input": VOCABULARY},
+    "dots3_note": {
+        "text_config": DOTS3,
+        "vision_config": {"mlp_layer_types": ["dense"] * LAYERS, "adapter_in_dim": D_MODEL, "adapter_out_dim": D_MODEL},
+        "audio_config": {"downsample_hidden_size": 8, "adapter_input_size": D_MODEL, "adapter_out_dim": D_MODEL},
+    },
+    "dots3_note_text": DOTS3,
+    "emu3": {"text_config": {}, "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1]}},
     "ernie4_5_moe": {"moe_k": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 8},
+    "funnel": {"block_sizes": [2, 2, 2], "d_head": D_HEAD, "d_inner": D_MLP, "architectures": ["FunnelModel"]},
+    "fuyu": {"text_config": {}},
+    "gemma3": {"text_config": {}, "vision_config": {}},
     "gemma3n_text": PER_LAYER
     | {"num_kv_shared_layers": 0, "laurel_rank": 8, "layer_types": ["full_attention"] * LAYERS},
+    "gemma4": {"text_config": PER_LAYER, "vision_config": {"position_embedding_size": 16}},
+    "gemma4_assistant": {
+        "text_config": dict.fromkeys(PER_LAYER, 0) | {"num_kv_shared_layers": LAYERS},
+        "backbone_hidden_size": D_MODEL,
+    },
     "gemma4_text": PER_LAYER,
+    "gemma4_unified": {"text_config": {}},
+    "gemma4_unified_assistant": {"text_config": {}, "backbone_hidden_size": D_MODEL},
+    "git": {"vision_config": {}},
+    "got_ocr2": {"text_config": {}, "vision_config": {"output_channels": 8, "mlp_dim": D_MLP}},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "kimi_linear": {
         "linear_head_dim": 8,
         "linear_num_heads": HEADS,
@@ -87,9 +130,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
     }
     | LATENT,
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "llama4": {
+        "text_config": {"intermediate_size_mlp": D_MLP},
+        "vision_config": {"vision_output_dim": D_MODEL, "projector_input_dim": 48, "projector_output_dim": 48},
+    },
     "longcat_flash": LATENT
-    | {"ffn_hidden_size": D_MLP, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "num_layers": 2, "qk_head_dim": 8},
+    | {"ffn_hidden_size": D_MLP, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "num_layers": 2, "qk_head_dim": 8}
+    | {"head_dim": 4},  # here the width of the rotated part
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "mllama": {  # without an image the layer of cross-attention is skipped
+        "text_config": {"cross_attention_layers": [1], "num_hidden_layers": 4},
+        "vision_config": {"num_global_layers": 1, "vision_output_dim": 64, "intermediate_layers_indices": [1]},
+    },
+    "moss_transcribe_diarize": {"text_config": {}, "audio_config": {}},
+    "phi4_multimodal": {"vision_config": {}, "audio_config": {"num_blocks": 2, "ext_pw_out_channel": 32}},
+    "qwen4_exp": {
+        "text_config": {
+            "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+            "hc_lowrank": 8,
+            **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+            **{"indexer_budget": 64, "indexer_compress_ratio": 4},
+        },
+        "vision_config": QWEN_VISION,
+    },
     "reformer": {
         "is_decoder": True,
         "attention_head_size": D_HEAD,
@@ -98,6 +161,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "attn_layers": ("local", "local", "local"),
         "local_attn_chunk_length": 8,
     },
+    "speech_to_text": {"input_feat_per_channel": 24, "conv_channels": 16},
+    "swin": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "patch_size": 2},
     "xlm": {"emb_dim": D_MODEL},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2, "use_mamba_kernels": False},
@@ -201,17 +266,26 @@ AUDIO = [
 
 def options(family: str) -> dict[str, Any]:
     """Small numbers under the names that the family's configuration accepts, and its own options."""
-    cls = CONFIG_MAPPING[family]
+    return _small(CONFIG_MAPPING[family], OPTIONS.get(family, {}))
+
+
+def _small(cls: type, own: dict[str, Any]) -> dict[str, Any]:
+    """The same for one configuration class; a part (text_config, ...) for which there are own options is filled too."""
     accepted = set(inspect.signature(cls.__init__).parameters) | set(getattr(cls, "__dataclass_fields__", {}))
-    small = {name: value for name, value in SMALL.items() if name in accepted}
-    own = OPTIONS.get(family, {})
-    return {name: value for name, value in (small | own).items() if value is not ...}
+    found = {name: value for name, value in SMALL.items() if name in accepted} | own
+    for name, part in cls.sub_configs_defaults.items():
+        if isinstance(found.get(name), dict):
+            kind = CONFIG_MAPPING[part.model_type] if part.config_class is AutoConfig else part.config_class
+            found[name] = _small(kind, found[name]) | {"model_type": kind.model_type}
+    return {name: value for name, value in found.items() if value is not ...}
 
 
 def tiny_family(family: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A perturbed tiny model in eval mode, causal where the family has such a head; RuntimeError if it is not tiny."""
     config = CONFIG_MAPPING[family](**options(family) | changes)
     build = AutoModelForCausalLM if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModel
+    if family in MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES:  # the causal class is that of a part
+        build = AutoModelForTextToWaveform
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in build.from_config(config).parameters())
     if size > LARGEST:
@@ -235,9 +309,12 @@ def inputs(model: nn.Module, seed: int = 0) -> dict[str, torch.Tensor] | None:
         "input_values": (2, 1200),
         "input_features": (2, getattr(config, "num_mel_bins", 16), 24),
     }
+    given = {}
+    if getattr(config, "is_encoder_decoder", False):
+        given["decoder_input_ids"] = torch.randint(3, 100, (2, 5), generator=generator)
     if name == "input_values" and config.model_type == "audio-spectrogram-transformer":
         return {name: torch.randn(2, config.max_length, config.num_mel_bins, generator=generator)}
-    return {name: torch.randn(shapes[name], generator=generator)}
+    return {name: torch.randn(shapes[name], generator=generator), **given}
 
 
 _CAUSAL = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
