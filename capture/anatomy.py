@@ -155,8 +155,9 @@ class Block:
 
     Attributes:
         path: dotted path of its module.
-        entry: where the stream comes in.
+        entry: where the stream comes in, or is made, where the block is given it at several arguments.
         exit: where it leaves.
+        inputs: the arguments by which it comes in; several where they are query, key and value of the same stream.
         contributions: its terms, in the order in which they are computed.
         hops: the trunk from entry to exit; empty when it could not be walked.
         is_parallel: whether the MLP reads the same stream as the mixer, so that there is no stream between them.
@@ -168,6 +169,7 @@ class Block:
     path: str
     entry: Point
     exit: Point
+    inputs: tuple[Point, ...] = ()
     contributions: tuple[Contribution, ...] = ()
     hops: tuple[Hop, ...] = ()
     is_parallel: bool = False
@@ -358,7 +360,7 @@ class Anatomy:
 
     def _refuse(self, site: Site) -> None:
         for known, reason in self.unavailable.items():
-            same_layer = known.layer in (None, site.layer)
+            same_layer = site.layer is None or known.layer in (None, site.layer)
             if known.kind == site.kind and known.stack == site.stack and same_layer:
                 raise KeyError(f"{site} is not available on this {self.model_class}: {reason}")
         offered = [s for s in self.taps if s.kind == site.kind and s.stack == site.stack]

@@ -41,9 +41,9 @@ def attention_ops(graph: OpGraph, behind: list[Node], shape: Sequence[int]) -> l
     depends = {node.index for node in behind}
     ops = []
     for node in behind:
-        if node.op == FUSED and node.value.ndim == 4:
+        if node.op == FUSED:
             q, k, v = node.parents[:3]
-            ops.append(AttentionOp(q, k, v, node.value.shape[1]))
+            ops.append(AttentionOp(q, k, v, node.value.shape[1] if node.value.ndim == 4 else 1))
         elif node.op in SOFTMAXES and (heads := _heads_of_softmax(node, shape)):
             ops.append(_around_softmax(graph, node, heads, behind, depends))
     return ops

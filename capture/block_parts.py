@@ -5,6 +5,7 @@ held at their recorded values; a branch that then moves at other positions is a 
 mixer is attention if there is a softmax over positions, or a call of the attention interface, on the way to its term.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from microtome.capture.anatomy import TERM_OF_ROLE, Block, Contribution, HeadColumns, Hop, Point, Role, Tap
 from microtome.capture.attention_ops import AttentionOp, attention_ops
-from microtome.capture.causality import SMALL, Hooks, Run, acts_decide, head_check
+from microtome.capture.causality import SMALL, Hooks, Run, acts_decide, head_check, terms_move
 from microtome.capture.head_layout import (
     SeamRecord,
     before_rotation,
@@ -27,8 +28,6 @@ from microtome.capture.routers import find_router
 from microtome.capture.sites import Site
 from microtome.capture.trunk import Chain, Norms, NotWalkable, Walk
 
-MOVED = 1e-4  # relative change that counts as having moved; rounding is 1e-6, a real dependence 1e-2 and more
-POSITION = 1  # the position that is changed
 WHAT_ROLES_DO = {
     "attention": "mix positions by a softmax over them",
     "mixer": "mix positions in another way",
@@ -63,12 +62,19 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     """What one recorded forward and a few replays of block k show of its parts; nothing is proved yet."""
     call = graph.calls[chain.calls[k]]
     width = graph.nodes[chain.exit_node(graph, k)].value.shape[-1]
-    entry, exit = graph.point(chain.calls[k], "in", chain.entry), graph.point(chain.calls[k], "out", chain.exit)
+    stream = graph.source(chain.entry_node(graph, k))
+    inputs = tuple(graph.point(chain.calls[k], "in", s) for s, n in call.inputs.items() if graph.source(n) == stream)
+    exit = graph.point(chain.calls[k], "out", chain.exit)
+    entry = inputs[0] if len(inputs) == 1 else _maker(graph, chain, k)
     layer, number = chain.label(graph, k)
     here = tuple(s for s in seams if graph.is_inside(s.call, chain.calls[k]))
-    block = Block(call.path, entry, exit, layer=layer, stack=chain.stack, call=number)
+    block = Block(call.path, entry or inputs[0], exit, inputs, layer=layer, stack=chain.stack, call=number)
     parts = BlockParts(block)
-    parts.taps += [Tap(block.site("resid_pre"), entry, width=width), Tap(block.site("resid_post"), exit, width=width)]
+    parts.taps.append(Tap(block.site("resid_post"), exit, width=width))
+    if entry is not None:
+        parts.taps.append(Tap(block.site("resid_pre"), entry, width=width))
+    else:
+        parts.refuse("resid_pre", f"the block is given the stream {len(inputs)} times, and no module returns it")
     try:
         walk = Walk(graph, chain.calls[k], chain.entry_node(graph, k), chain.exit_node(graph, k), norms)
     except NotWalkable as reason:
@@ -80,7 +86,7 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     seams_of = [tuple(s for s in here if any(n.index == s.z for n in nodes)) for nodes in behind]
     roles: list[Role] = [
         "attention" if role == "mixer" and (ops[i] or seams_of[i]) else role
-        for i, role in enumerate(_roles(graph, chain, k, walk))
+        for i, role in enumerate(_roles(parts, graph, chain, k, walk))
     ]
     contributions = tuple(
         Contribution(
@@ -109,13 +115,22 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     return parts
 
 
+def _maker(graph: OpGraph, chain: Chain, k: int) -> Point | None:
+    """Where the stream that a block is given at several arguments is made: the one place to edit it."""
+    if k > 0:
+        return graph.point(chain.calls[k - 1], "out", chain.exit)
+    node, first = chain.entry_node(graph, k), chain.calls[k]
+    made = [(i, s) for i, call in enumerate(graph.calls[:first]) for s, n in call.outputs.items() if n == node]
+    return graph.point(made[0][0], "out", made[0][1]) if made else None
+
+
 def _projection_input(graph: OpGraph, term: int, block: int) -> Point | None:
     if (linear := last_linear(graph, term, block)) is None:
         return None
     return graph.point(linear, "in", next(iter(graph.calls[linear].inputs)))
 
 
-def _roles(graph: OpGraph, chain: Chain, k: int, walk: Walk) -> list[Role]:
+def _roles(parts: BlockParts, graph: OpGraph, chain: Chain, k: int, walk: Walk) -> list[Role]:
     """What each term does when one position of the stream, or of another sequence that the block is given, is changed.
 
     A mixer moves at other positions; "cross" does when the other sequence is changed; "extra" moves with the other
@@ -125,46 +140,25 @@ def _roles(graph: OpGraph, chain: Chain, k: int, walk: Walk) -> list[Role]:
     others = [
         (slot, node)
         for slot, node in call.inputs.items()
-        if slot != chain.entry and graph.source(node) != walk.entry and graph.nodes[node].value.ndim == 3
+        if graph.source(node) != walk.entry and graph.nodes[node].value.ndim == 3
         if graph.nodes[node].value.is_floating_point() and len(graph.nodes[node].value) == walk.shape[0]
     ]
-    roles: list[Role] = ["mixer" if mixes else "mlp" for _, mixes in _moves(graph, chain, k, walk, chain.entry)]
+    run = replay(graph, chain.calls[k])
+    order = sorted(walk.terms, key=lambda t: t.node)
+    recorded = {graph.point(t.call, "out", t.slot): graph.nodes[t.node].value.reshape(walk.shape) for t in order}
+    in_order = [walk.terms.index(t) for t in order]
+
+    def moves(inputs: Sequence[Point]) -> list[tuple[int, tuple[bool, bool]]]:
+        return list(zip(in_order, terms_move(run, inputs, recorded), strict=True))
+
+    roles: list[Role] = ["mlp"] * len(order)
+    for i, (_, mixes) in moves(parts.block.inputs):
+        roles[i] = "mixer" if mixes else "mlp"
     for slot, _ in others:
-        for i, (moves, mixes) in enumerate(_moves(graph, chain, k, walk, slot)):
-            if moves and roles[i] == "mlp":
+        for i, (moved, mixes) in moves([graph.point(chain.calls[k], "in", slot)]):
+            if moved and roles[i] == "mlp":
                 roles[i] = "cross" if mixes else "extra"
     return roles
-
-
-def _moves(graph: OpGraph, chain: Chain, k: int, walk: Walk, changed: int | str) -> list[tuple[bool, bool]]:
-    """For each term, earlier terms held: does it move, and at other positions, when one argument changes at one?"""
-    call = graph.calls[chain.calls[k]]
-    entry = graph.point(chain.calls[k], "in", changed)
-    points = [graph.point(t.call, "out", t.slot) for t in walk.terms]
-    recorded = [graph.nodes[t.node].value.reshape(walk.shape) for t in walk.terms]
-    order = sorted(range(len(points)), key=lambda i: walk.terms[i].node)
-    answers = [(False, False)] * len(points)
-    width = graph.nodes[call.inputs[changed]].value.shape[-1]
-    noise = torch.randn(width, generator=torch.Generator().manual_seed(1))
-    for place, i in enumerate(order):
-        seen: list[Tensor] = []
-
-        def nudge(x: Tensor) -> Tensor:
-            changed = x.clone()
-            changed[:, POSITION] += (noise.to(x) * x[:, POSITION].norm(dim=-1, keepdim=True) / noise.norm()).to(x)
-            return changed
-
-        held = {points[j]: lambda x, j=j: recorded[j].to(x).reshape(x.shape).clone() for j in order[:place]}
-        hooks = {entry: nudge, **held, points[i]: lambda x, seen=seen: seen.append(x.detach().clone())}
-        args, kwargs = graph.arguments(call)
-        with plain_hooks(graph.model, hooks, calls_before=graph.calls_before(chain.calls[k])):
-            call.module(*args, **kwargs)
-        moved = (seen[0].reshape(recorded[i].shape) - recorded[i]).abs().flatten(2).amax(-1)
-        least = MOVED * recorded[i].abs().max()
-        at_all = bool(moved.max() > least)
-        moved[:, POSITION] = 0
-        answers[i] = (at_all, bool(moved.max() > least))
-    return answers
 
 
 def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles: list[Role], block: int) -> None:

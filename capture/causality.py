@@ -6,7 +6,7 @@ rules) gradients find columns of the mixer's linear maps that act on both ends o
 pushing those must move exactly that slice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,42 @@ from microtome.capture.anatomy import HeadColumns, Point
 Hooks = dict[Point, Callable[[Tensor], Tensor | None]]
 Run = Callable[[Hooks], Any]  # runs the block again with ordinary hooks
 SMALL = 1e-6  # of the largest value: below it nothing moved
+MOVED = 1e-4  # of the largest value: a term has moved; rounding is 1e-6, a real dependence 1e-2 and more
+POSITION = 1  # the position that is changed
+
+
+def terms_move(run: Run, inputs: Sequence[Point], recorded: Mapping[Point, Tensor]) -> list[tuple[bool, bool]]:
+    """For each term of a block: does it move, and at other positions, when what comes in changes at one position?
+
+    Args:
+        run: the block's replay.
+        inputs: the arguments to change, alike.
+        recorded: each term's value `[batch, position, width]`, in the order in which they are computed; while one is
+            looked at, the earlier ones are held.
+    """
+    points = list(recorded)
+    answers = []
+    for place, point in enumerate(points):
+        seen: list[Tensor] = []
+
+        def nudge(x: Tensor) -> Tensor:
+            noise = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(1))
+            changed = x.clone()
+            changed[:, POSITION] += (noise.to(x) * x[:, POSITION].norm(dim=-1, keepdim=True) / noise.norm()).to(x)
+            return changed
+
+        held = {p: lambda x, p=p: recorded[p].to(x).reshape(x.shape).clone() for p in points[:place]}
+        keep = {point: lambda x, seen=seen: seen.append(x.detach().clone())}
+        run({**dict.fromkeys(inputs, nudge), **held, **keep})
+        if not seen:  # a point outside the block
+            answers.append((False, False))
+            continue
+        value = recorded[point]
+        moved = (seen[0].reshape(value.shape) - value).abs().flatten(2).amax(-1)
+        least = MOVED * value.abs().max()
+        elsewhere = torch.cat([moved[:, :POSITION], moved[:, POSITION + 1 :]], 1)
+        answers.append((bool(moved.max() > least), bool(elsewhere.max() > least)))
+    return answers
 
 
 class HalvedHead(TorchFunctionMode):

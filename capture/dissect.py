@@ -351,11 +351,11 @@ def _whole_model_refusals(tail: Tail, embedding: Point | None) -> dict[Site, str
 # which identities (at which site) a kind rests on; {k} is the layer
 _RESTS_ON = {
     "resid_mid": [("sum", "resid_post")],
-    "attn_out": [("sum", "resid_post"), ("edit", "attn_out"), ("not empty", "attn_out")],
-    "mlp_out": [("sum", "resid_post"), ("edit", "mlp_out"), ("not empty", "mlp_out")],
-    "mixer_out": [("sum", "resid_post"), ("edit", "mixer_out"), ("not empty", "mixer_out")],
-    "cross_out": [("sum", "resid_post"), ("edit", "cross_out"), ("not empty", "cross_out")],
-    "extra_out": [("sum", "resid_post"), ("edit", "extra_out"), ("not empty", "extra_out")],
+    "attn_out": [("sum", "resid_post"), ("edit", "attn_out"), ("role", "attn_out"), ("not empty", "attn_out")],
+    "mlp_out": [("sum", "resid_post"), ("edit", "mlp_out"), ("role", "mlp_out"), ("not empty", "mlp_out")],
+    "mixer_out": [("sum", "resid_post"), ("edit", "mixer_out"), ("role", "mixer_out"), ("not empty", "mixer_out")],
+    "cross_out": [("sum", "resid_post"), ("edit", "cross_out"), ("role", "cross_out"), ("not empty", "cross_out")],
+    "extra_out": [("sum", "resid_post"), ("edit", "extra_out"), ("role", "extra_out"), ("not empty", "extra_out")],
     "mlp_act": [("sum", "resid_post"), ("edit", "mlp_out"), ("act sum", "mlp_act"), ("act decides", "mlp_act")],
     "state": [("state step", "state"), ("state null edit", "state"), ("state edit", "state")],
     "z": [("head sum", "z")],

@@ -4,6 +4,7 @@
     chain          resid_post.k is resid_pre.k+1, bit for bit
     sum            resid_post = trunk(resid_pre, contributions), with the factors that were found
     edit           the contributions replaced by their values, one changed at random, give what the formula says
+    role           with the stream changed at one position a mixer moves at others too, an MLP there alone
     not empty      a contribution is at least 1e-3 of the stream, so that nothing above holds vacuously
     router sum     the router's weight times its input, plus the bias, is its logits
     router edit    one expert's logit raised at one position moves what the MLP adds there and nowhere else
@@ -39,7 +40,7 @@ from torch import Tensor, nn
 
 from microtome.capture.anatomy import TERM_OF_ROLE, Block, Contribution, HeadColumns, Identity, Point, Tap, coefficient
 from microtome.capture.attention_seam import SeamCall
-from microtome.capture.causality import SMALL, acts_decide, head_check, moved_columns
+from microtome.capture.causality import POSITION, SMALL, acts_decide, head_check, moved_columns, terms_move
 from microtome.capture.opgraph import elements, map_tensors
 from microtome.capture.padding import call_options
 from microtome.capture.plain_hooks import plain_hooks
@@ -47,8 +48,6 @@ from microtome.capture.routers import router_map
 from microtome.capture.seam_record import recorded_seam_calls
 from microtome.capture.sites import Site
 from microtome.capture.tail import Tail
-
-POSITION = 1  # where a query, key or value is changed
 
 
 class Proof:
@@ -135,6 +134,7 @@ class Proof:
         options = call_options(self.model)
         self.values: dict[Point, Tensor] = {}
         self.counts = dict.fromkeys(self.points, 0)
+        self._order: dict[Point, int] = {}
         self.arguments: dict[tuple[str, int], tuple[tuple, dict]] = {}
         self.calls_before: dict[tuple[str, int], dict[str, int]] = {}
         made: Counter[str] = Counter()
@@ -144,6 +144,7 @@ class Proof:
             def hook(x: Tensor) -> Tensor:
                 self.values[point] = x.detach().clone()
                 self.counts[point] += 1
+                self._order[point] = len(self._order)
                 return x + 0
 
             return hook
@@ -233,6 +234,15 @@ class Proof:
             hooks = {c.point: lambda x, new=changed[j]: new.clone() for j, c in enumerate(block.contributions)}
             expected = self._formula(block, entry, changed)
             self._note("edit", site, _relative(self._replay(block, hooks), expected), self.edits)
+
+        shape = entry.shape
+        order = sorted(range(len(terms)), key=lambda i: self._order[block.contributions[i].point])
+        recorded = {block.contributions[i].point: terms[i].reshape(shape) for i in order}
+        moves = terms_move(lambda hooks: self._replay(block, hooks), block.inputs, recorded) if block.inputs else []
+        for i, (_, mixes) in zip(order, moves, strict=False):
+            role = block.contributions[i].role
+            site, note = block.site(TERM_OF_ROLE[role]), f"moved {'at other positions' if mixes else 'there alone'}"
+            self._note("role", site, mixes != (role in ("attention", "mixer")), 0.0, note)
 
     def _check_resid_mid(self, block: Block) -> None:
         """Where the stream between mixer and MLP is a module's output, it is written there with the MLP's term held."""

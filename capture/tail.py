@@ -41,6 +41,11 @@ def find_tail(graph: OpGraph, chain: Chain, norms: Norms) -> Tail:
     slot, output = next((s, n) for s, n in root.outputs.items() if graph.nodes[n].value.is_floating_point())
     point = graph.point(0, "out", slot)
     last = graph.source(chain.exit_node(graph, len(chain.calls) - 1))
+    shape = graph.nodes[output].value.shape
+    stream = graph.nodes[chain.exit_node(graph, len(chain.calls) - 1)].value.shape
+    if shape[:2] != stream[:2]:
+        reason = f"the model returns {list(shape)} for a stream {list(stream)}: not a value for each position"
+        return Tail(point, None, reason=reason)
     factor, cap, index = _unscaled(graph, output)
     node = graph.nodes[index]
     if node.op in LINEAR_OPS and node.call > 0 and index > last:
