@@ -26,6 +26,7 @@ def plain_hooks(
 
     Raises:
         KeyError: a point names an argument or output element that the module's call did not have.
+        ValueError: a point that is neither.
     """
     with ExitStack() as handles:
         for point, function in hooks.items():
@@ -33,6 +34,8 @@ def plain_hooks(
             if point.call is not None:
                 function = _at_call(point.call - calls_before.get(point.module, 0), function)
             function = _in_this_thread(function)
+            if point.side not in ("in", "out"):
+                raise ValueError(f"{point} is no argument or output of a module.")
             if point.side == "in":
                 hook = module.register_forward_pre_hook(_on_input(point, function), with_kwargs=True)
             else:

@@ -74,7 +74,7 @@ class Proof:
         self.model, self.blocks, self.tail, self.batch, self.linears = model, blocks, tail, batch, linears
         self.record: list[Identity] = []
         self._whole: dict[str, str] = {}
-        self.points = list(dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side != "seam")]))
+        self.points = list(dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side in ("in", "out"))]))
         self.points += [t.edited_at for t in taps if t.edited_at is not None]
         self.taps = {tap.site: tap for tap in taps}
         self.sums, self.edits = (1e-5, 1e-4) if _is_full(model) else (2e-2, 2e-2)

@@ -61,7 +61,7 @@ class RecurrentStates:
         try:
             self._find(mixing)
             self._prove(mixing)
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
             self.taps, self.record = [], []
             reason = f"a forward with a cache failed: {type(error).__name__}: {str(error)[:120]}"
             self.unavailable = {block.site("state"): reason for block in mixing}

@@ -349,7 +349,7 @@ def built(name: str) -> nn.Module | str:
 def verdict(model: nn.Module) -> tuple[str, Anatomy | None]:
     """ "full", "part" or "refused", and the anatomy."""
     try:
-        anatomy = dissect(model, inputs=inputs(model))
+        anatomy = dissect(model, inputs=inputs(model), again=True)
     except NotDissectable:
         return "refused", None
     has_head = model.get_output_embeddings() is not None if hasattr(model, "get_output_embeddings") else False
