@@ -4,13 +4,15 @@ Roles come from a test, not from names: the stream is changed at one position wh
 held at their recorded values; a branch that then moves at other positions is the mixer, one that does not is the MLP.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from microtome.capture.anatomy import TERM_OF_ROLE, Block, Contribution, HeadColumns, Hop, Point, Role, Tap
-from microtome.capture.head_layout import SeamRecord, before_rotation, column_match, head_axis, last_linear
+from microtome.capture.head_layout import SeamRecord, before_rotation, column_match, head_axis
+from microtome.capture.linear_maps import last_linear
 from microtome.capture.opgraph import OpGraph
 from microtome.capture.plain_hooks import plain_hooks
 from microtome.capture.sites import Site
@@ -63,7 +65,7 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
             role,
             graph.point(term.call, "out", term.slot),
             term.factor,
-            _projection_input(graph, term.node, chain.calls[k]),
+            _projection_input(walk, term.node),
         )
         for term, role in zip(walk.terms, roles, strict=True)
     )
@@ -82,10 +84,10 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     return parts
 
 
-def _projection_input(graph: OpGraph, term: int, block: int) -> Point | None:
-    if (linear := last_linear(graph, term, block)) is None:
+def _projection_input(walk: Walk, term: int) -> Point | None:
+    if (linear := last_linear(walk, term)) is None:
         return None
-    return graph.point(linear, "in", next(iter(graph.calls[linear].inputs)))
+    return walk.graph.point(linear, "in", next(iter(walk.graph.calls[linear].inputs)))
 
 
 def _roles(graph: OpGraph, chain: Chain, k: int, walk: Walk) -> list[Role]:
@@ -110,7 +112,11 @@ def _roles(graph: OpGraph, chain: Chain, k: int, walk: Walk) -> list[Role]:
 
 
 def _moves(graph: OpGraph, chain: Chain, k: int, walk: Walk, changed: int | str) -> list[tuple[bool, bool]]:
-    """For each term, earlier terms held: does it move, and at other positions, when one argument changes at one?"""
+    """For each term, earlier terms held: does it move, and at other positions, when one argument changes at one?
+
+    Movement elsewhere is confirmed by a second change, two rows of the batch swapped at the position: linear maps that
+    round all of their input by its largest value (quantised ones) move every position with one, but not by a swap.
+    """
     call = graph.calls[chain.calls[k]]
     entry = graph.point(chain.calls[k], "in", changed)
     points = [graph.point(t.call, "out", t.slot) for t in walk.terms]
@@ -119,25 +125,48 @@ def _moves(graph: OpGraph, chain: Chain, k: int, walk: Walk, changed: int | str)
     answers = [(False, False)] * len(points)
     width = graph.nodes[call.inputs[changed]].value.shape[-1]
     noise = torch.randn(width, generator=torch.Generator().manual_seed(1))
+
+    def nudged(x: Tensor) -> Tensor:
+        changed = x.clone()
+        changed[:, POSITION] += (noise.to(x) * x[:, POSITION].norm(dim=-1, keepdim=True) / noise.norm()).to(x)
+        return changed
+
+    def same(x: Tensor) -> Tensor:
+        return x.clone()
+
     for place, i in enumerate(order):
-        seen: list[Tensor] = []
 
-        def nudge(x: Tensor) -> Tensor:
-            changed = x.clone()
-            changed[:, POSITION] += (noise.to(x) * x[:, POSITION].norm(dim=-1, keepdim=True) / noise.norm()).to(x)
-            return changed
+        def moved(change: Callable, hold: Callable, place: int = place, i: int = i) -> tuple[bool, bool]:
+            seen: list[Tensor] = []
+            held = {points[j]: lambda x, j=j: hold(recorded[j]).to(x).reshape(x.shape) for j in order[:place]}
+            hooks = {entry: change, **held, points[i]: lambda x: seen.append(x.detach().clone())}
+            args, kwargs = graph.arguments(call)
+            with plain_hooks(graph.model, hooks, calls_before=graph.calls_before(chain.calls[k])):
+                call.module(*args, **kwargs)
+            distance = (seen[0].reshape(recorded[i].shape) - recorded[i]).abs().flatten(2).amax(-1)
+            least = MOVED * recorded[i].abs().max()
+            at_all = bool(distance.max() > least)
+            distance[:, POSITION] = 0
+            return at_all, bool(distance.max() > least)
 
-        held = {points[j]: lambda x, j=j: recorded[j].to(x).reshape(x.shape).clone() for j in order[:place]}
-        hooks = {entry: nudge, **held, points[i]: lambda x, seen=seen: seen.append(x.detach().clone())}
-        args, kwargs = graph.arguments(call)
-        with plain_hooks(graph.model, hooks, calls_before=graph.calls_before(chain.calls[k])):
-            call.module(*args, **kwargs)
-        moved = (seen[0].reshape(recorded[i].shape) - recorded[i]).abs().flatten(2).amax(-1)
-        least = MOVED * recorded[i].abs().max()
-        at_all = bool(moved.max() > least)
-        moved[:, POSITION] = 0
-        answers[i] = (at_all, bool(moved.max() > least))
+        moves, mixes = moved(nudged, same)
+        if mixes and _can_swap(graph.nodes[call.inputs[changed]].value):
+            _, mixes = moved(_swapped, _swapped)
+        answers[i] = moves, mixes
     return answers
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """The first two rows of the batch change places at the position."""
+    changed = x.clone()
+    changed[:2, POSITION] = x[:2, POSITION].flip(0)
+    return changed
+
+
+def _can_swap(x: Tensor) -> bool:
+    """Whether the two rows differ there by about as much as they hold."""
+    a, b = x[0, POSITION].float(), x[1, POSITION].float()
+    return bool((a - b).norm() > 0.1 * a.norm())
 
 
 def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles: list[Role], block: int) -> None:
@@ -157,7 +186,7 @@ def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles:
         else:
             what = WHAT_ROLES_DO[role]
             parts.refuse(kind, f"{len(found)} of the terms of block {parts.block.path} {what}; one was expected")
-    if len(mlps) == 1 and (linear := last_linear(graph, walk.terms[mlps[0]].node, block)) is not None:
+    if len(mlps) == 1 and (linear := last_linear(walk, walk.terms[mlps[0]].node)) is not None:
         slot, node = next(iter(graph.calls[linear].inputs.items()))
         value = graph.nodes[node].value
         if value.ndim == 3 and value.shape[:2] == walk.shape[:2]:
@@ -167,7 +196,8 @@ def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles:
             reason = f"the MLP's last linear map gets a tensor of shape {tuple(value.shape)}"
             parts.refuse("mlp_act", reason)
     else:
-        parts.refuse("mlp_act", f"block {parts.block.path} has no single MLP with a last linear map")
+        what = f"{len(mlps)} MLPs" if len(mlps) != 1 else "an MLP whose output several maps add up to, as experts do"
+        parts.refuse("mlp_act", f"block {parts.block.path} has {what}; one last linear map was expected")
     _add_resid_mid(parts, graph, walk, width, mixers, mlps, block)
 
 
@@ -222,7 +252,7 @@ def _add_heads(
     block: int,
 ) -> None:
     site = parts.block.site
-    linear = last_linear(graph, walk.terms[mixer].node, block)
+    linear = last_linear(walk, walk.terms[mixer].node)
     seam = seams[0] if len(seams) == 1 else None
     z_tap, columns = _z_tap(graph, site("z"), linear, seam)
     if z_tap is None:

@@ -6,7 +6,6 @@ position, head layouts and q, k, v columns by matching values at transformers' a
 is checked on a second batch with ordinary hooks (`microtome.capture.proof`); only what holds is offered.
 """
 
-import inspect
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from microtome.capture.anatomy import Anatomy, Point, Tap
 from microtome.capture.batches import PaddingRecipe
 from microtome.capture.block_parts import block_parts
+from microtome.capture.forward_arguments import accepted_arguments, input_device
 from microtome.capture.head_layout import SeamRecord
 from microtome.capture.hooks import ACTIVE
 from microtome.capture.models import LoadedModel
@@ -137,7 +137,7 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
         NotDissectable: the model does not take token ids, or has no token embedding.
     """
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    accepted = inspect.signature(model.forward).parameters
+    accepted = accepted_arguments(model)
     if embedding is None or "input_ids" not in accepted:
         raise NotDissectable(
             f"{type(model).__name__} does not take token ids. Hand dissect(model, inputs=...) two or more rows of what "
@@ -154,7 +154,7 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
         mask = torch.ones_like(ids)
         mask[1, length - 4 :] = 0
         mask[2, length - 2 :] = 0
-        device = embedding.weight.device
+        device = input_device(model)
         batch = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
         if "decoder_input_ids" in accepted and getattr(model.config, "is_encoder_decoder", False):
             written = torch.randint(min(3, vocabulary - 1), vocabulary, (3, length - 2), generator=generator)
@@ -165,8 +165,8 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 def _given_batches(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The given inputs, and the same rows in reverse order with noise on what is not whole numbers."""
-    reference = next(model.parameters())
-    first = {k: v.to(reference.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    device = input_device(model)
+    first = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     tensors = [v for v in first.values() if isinstance(v, Tensor)]
     if not tensors or any(t.ndim < 2 or len(t) < 2 for t in tensors):
         shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in first.items()}
@@ -318,7 +318,7 @@ _RESTS_ON = {
     "mlp_out": [("sum", "resid_post"), ("edit", "mlp_out"), ("not empty", "mlp_out")],
     "cross_out": [("sum", "resid_post"), ("edit", "cross_out"), ("not empty", "cross_out")],
     "extra_out": [("sum", "resid_post"), ("edit", "extra_out"), ("not empty", "extra_out")],
-    "mlp_act": [("sum", "resid_post"), ("edit", "mlp_out")],
+    "mlp_act": [("sum", "resid_post"), ("edit", "mlp_out"), ("act decides", "mlp_act")],
     "z": [("head sum", "z")],
     "head_out": [("head sum", "z")],
 }
@@ -332,6 +332,8 @@ def _refusal(tap: Tap, proof: Proof) -> str:
 
     kind = tap.site.kind
     rests_on = [(name, at(other)) for name, other in _RESTS_ON.get(kind, [])]
+    if kind == "z" and proof.precision == "quantised":  # z is what it is, however the projection then rounds it
+        rests_on = [("head split", at("z"))]
     if tap.point.side != "seam":
         rests_on.append(("fires", proof.label(tap.point)))
     else:

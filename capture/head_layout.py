@@ -14,8 +14,6 @@ from torch import Tensor
 from microtome.capture.anatomy import HeadColumns, Point
 from microtome.capture.opgraph import OpGraph
 
-LINEAR_OPS = {"linear", "addmm", "matmul", "__matmul__", "mm", "conv1d"}
-
 
 @dataclass(frozen=True)
 class SeamRecord:
@@ -98,19 +96,6 @@ def before_rotation(graph: OpGraph, mixer: int, rotated: int, *, source: int) ->
             if match is not None:
                 index, slot = outputs[origin.index]
                 return graph.point(index, "out", slot), HeadColumns(match.view(heads, width))
-    return None
-
-
-def last_linear(graph: OpGraph, term: int, block: int) -> int | None:
-    """The module call that holds the last linear map before a term leaves the block, walking back from the term.
-
-    Norms, casts, scalings and views are passed; the first node with a linear op on the way decides.
-    """
-    for node in graph.ancestors(term):
-        if not graph.is_inside(node.call, block):
-            return None
-        if node.op in LINEAR_OPS and node.call != block:
-            return node.call
     return None
 
 

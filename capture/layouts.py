@@ -234,16 +234,15 @@ def _written(z: Tensor, weights: Tensor, head: int | None, added: tuple[tuple[in
 
 
 def affine_weight(module: nn.Module, like: Tensor) -> Float[Tensor, "d_in d_model"]:
-    """The matrix W of an affine map x W + b, read from its weight or, for any other class, off its images of the axes.
+    """The matrix W of an affine map x W + b, read from its weight or, for any other map, off its images of the axes.
 
     Args:
-        module: the map; quantised and adapted linears are called without their hooks.
+        module: the map; quantised, adapted and offloaded linears are called without their hooks.
         like: an input of it, for width, dtype and device.
     """
-    if type(module) is nn.Linear:
-        return module.weight.T
-    if type(module) is Conv1D:
-        return module.weight
+    is_plain = "forward" not in vars(module) and type(module) in (nn.Linear, Conv1D)  # offloading replaces `forward`
+    if is_plain and type(module.weight.data) is Tensor:
+        return module.weight.T if isinstance(module, nn.Linear) else module.weight
     width = like.flatten(2).shape[2]
     axes = torch.cat([torch.zeros(1, 1, width), torch.eye(width)[None]], dim=1).to(like.device, like.dtype)
     images = module.forward(axes)

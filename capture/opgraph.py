@@ -106,6 +106,7 @@ class OpGraph(TorchFunctionMode):
     Attributes:
         nodes: every tensor in the order in which it appeared.
         calls: every module call in the order in which it began.
+        linear: what `microtome.capture.linear_maps` found of modules, by id.
     """
 
     def __init__(self, model: nn.Module):
@@ -120,6 +121,7 @@ class OpGraph(TorchFunctionMode):
         self._storages: dict[int, list[Tensor]] = {}
         self._numbers: dict[str, int] = {}
         self._handles: list[Any] = []
+        self.linear: dict[int, bool] = {}
         self._leaf_kind = {id(p): "parameter" for p in model.parameters()} | {id(b): "buffer" for b in model.buffers()}
 
     def __enter__(self) -> "OpGraph":

@@ -5,7 +5,9 @@
     sum            resid_post = trunk(resid_pre, contributions), with the factors that were found
     edit           the contributions replaced by their values, one changed at random, give what the formula says
     not empty      a contribution is at least 1e-3 of the stream, so that nothing above holds vacuously
+    act decides    with mlp_act held at its value, a changed block input leaves the MLP's contribution as it was
     head sum       sum over heads of z_h W_O^h, plus the bias, is the output projection's output
+    head split     quantised models: the output projection run on the z of all heads put together gives its output
     head causality halving one head's queries (or its pattern) moves that head's columns of z and no others
     key groups     halving key head j moves z of the query heads j g .. j g + g - 1 and of no others
     q, k, v edit   changing the columns of one head changes that head at the attention interface, and no other
@@ -14,7 +16,8 @@
     null edit      with every hook handing on its value plus zero the output is bit-identical
 
 Limits: exact where bits must agree, 1e-5 (sums) and 1e-4 (edits) of the largest value at the same position in
-float32 and float64, 2e-2 in half precision. Wrong sites miss by 0.1 and more.
+float32 and float64, 2e-2 in half precision and where linear maps round their inputs (quantised). Wrong sites miss by
+0.1 and more.
 """
 
 import itertools
@@ -34,6 +37,7 @@ from microtome.capture.attention_seam import SeamCall
 from microtome.capture.opgraph import elements, map_tensors
 from microtome.capture.padding import call_options
 from microtome.capture.plain_hooks import plain_hooks
+from microtome.capture.precision import precision
 from microtome.capture.seam_record import recorded_seam_calls
 from microtome.capture.sites import Site
 from microtome.capture.tail import Tail
@@ -52,7 +56,8 @@ class Proof:
         self._whole: dict[str, str] = {}
         self.points = list(dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side != "seam")]))
         self.taps = {tap.site: tap for tap in taps}
-        self.sums, self.edits = (1e-5, 1e-4) if _is_full(model) else (2e-2, 2e-2)
+        self.precision = precision(model)
+        self.sums, self.edits = (1e-5, 1e-4) if self.precision == "full" else (2e-2, 2e-2)
         self._forward()
         self._check_whole()
         for block in blocks:
@@ -95,6 +100,8 @@ class Proof:
     def _note(self, name: str, site: Site | str, error: int | float, limit: float, note: str = "") -> None:
         if isinstance(site, Site):
             self._whole[str(site)] = str(site.whole)
+        if self.precision == "quantised" and limit:
+            note = "; ".join(filter(None, (note, "the model is quantised: its linear maps round their inputs")))
         self.record.append(Identity(name, str(site), float(error), limit, bool(error <= limit), note))
 
     def _forward(self) -> None:
@@ -186,6 +193,22 @@ class Proof:
             share = float(terms[i].float().norm() / exit.float().norm())
             self._note("not empty", site, max(0.0, 1e-3 - share), 0.0, f"{share:.3g} of the stream's norm")
 
+        act = self.taps.get(block.site("mlp_act"))
+        mlp = next((i for i, c in enumerate(block.contributions) if c.role == "mlp"), None)
+        if act is not None and mlp is not None:
+            self._check_act(block, act.point, block.contributions[mlp].point, terms[mlp])
+
+    def _check_act(self, block: Block, act: Point, mlp: Point, before: Tensor) -> None:
+        seen: list[Tensor] = []
+        noise = torch.randn(self.values[block.entry].shape, generator=torch.Generator().manual_seed(1))
+        hooks = {
+            block.entry: lambda x: x + noise.to(x) * x.abs().mean(),
+            act: lambda x: self.values[act].clone(),
+            mlp: lambda x: seen.append(x.detach().clone()),
+        }
+        self._replay(block, hooks)
+        self._note("act decides", block.site("mlp_act"), _relative(seen[0], before), self.edits)
+
     def _check_heads(self, block: Block) -> None:
         out = self.taps.get(block.site("head_out"))
         mixer = next((c for c in block.contributions if c.role == "mixer"), None)
@@ -195,6 +218,12 @@ class Proof:
         weight, bias = affine_map(self.model.get_submodule(out.point.module), x.shape[-1], like=x)
         total = sum(x[..., columns] @ weight[columns] for columns in out.heads.columns) + bias
         self._note("head sum", block.site("z"), _relative(total, self.values[out.point]), self.sums)
+        if self.precision == "quantised":
+            together = torch.zeros_like(x)
+            for columns in out.heads.columns:
+                together[..., columns] += x[..., columns]
+            whole = self.model.get_submodule(out.point.module)(together)
+            self._note("head split", block.site("z"), _relative(whole, self.values[out.point]), self.edits)
         self._check_causality(block, mixer.projection, x, out.heads)
         if (pattern := self.taps.get(block.site("pattern"))) is not None:
             self._check_seam(block, pattern.point, mixer.projection, x, out.heads)
@@ -329,10 +358,6 @@ def affine_map(module: nn.Module, width: int, *, like: Tensor) -> tuple[Tensor, 
     eye = torch.eye(width, dtype=like.dtype, device=like.device)
     bias = module(torch.zeros_like(eye[:1]))[0]
     return module(eye) - bias, bias
-
-
-def _is_full(model: nn.Module) -> bool:
-    return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
 
 
 def _largest(difference: Tensor) -> float:
