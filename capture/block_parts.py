@@ -256,8 +256,11 @@ def _add_heads(
     seam = seams[0] if len(seams) == 1 else None
     z_tap, columns = _z_tap(graph, site("z"), linear, seam)
     if z_tap is None:
+        reason = "no split into heads was found before the mixer's output projection"
+        if linear is None:
+            reason = "the mixer's output is not made by one linear map alone, so it has no output projection"
         for kind in ("z", "head_out"):
-            parts.refuse(kind, "no split into heads was found before the mixer's output projection")
+            parts.refuse(kind, reason)
     else:
         parts.taps.append(z_tap)
         slot = next(iter(graph.calls[linear].outputs))

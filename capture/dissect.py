@@ -15,6 +15,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from microtome.capture.anatomy import Anatomy, Point, Tap
 from microtome.capture.batches import PaddingRecipe
@@ -23,7 +24,7 @@ from microtome.capture.forward_arguments import accepted_arguments, input_device
 from microtome.capture.head_layout import SeamRecord
 from microtome.capture.hooks import ACTIVE
 from microtome.capture.models import LoadedModel
-from microtome.capture.opgraph import OpGraph, elements
+from microtome.capture.opgraph import NoStorage, OpGraph, elements
 from microtome.capture.padding import call_options, limit_for, padding_errors
 from microtome.capture.proof import Proof
 from microtome.capture.seam_record import RecordedCall, recorded_seam_calls
@@ -54,7 +55,8 @@ def dissect(
             module that was replaced, added or removed is noticed).
 
     Raises:
-        NotDissectable: in training mode, not deterministic, without token ids as input, or without a chain of blocks.
+        NotDissectable: in training mode, not deterministic, without token ids as input, without a chain of blocks, with
+            a key-value cache of its own (prefix tuning), or with activations that are no plain tensors.
     """
     module = model.module if isinstance(model, LoadedModel) else model
     if not again and (known := _known(module)) is not None:  # no waiting for another model's dissection
@@ -203,7 +205,10 @@ def _recorded(model: nn.Module, batch: dict[str, Any]) -> tuple[OpGraph, list[Se
             f"{float((first - second).abs().max()):.3g}), so nothing can be proved. Switch its randomness off."
         )
     with recorded_seam_calls(model) as calls, OpGraph(model) as graph:
-        model(**batch, **options)
+        try:
+            model(**batch, **options)
+        except NoStorage as error:
+            raise NotDissectable(str(error)) from error
         seams = [
             _seam_record(graph, path, number if len(made) > 1 else None, c)
             for path, made in calls.items()
@@ -250,6 +255,7 @@ def _stacks(graph: OpGraph, batch: Mapping[str, Any]) -> list[Chain]:
         )
     others = [chain for chain in chains if chain is not main and len(chain.calls) > 1]
     _require_all_blocks(graph, main, chains)
+    _require_no_cache(graph, main)
     names = _stack_names(graph, main, others)
     return [main, *(replace(chain, stack=name) for chain, name in zip(others, names, strict=True))]
 
@@ -263,6 +269,17 @@ def _require_all_blocks(graph: OpGraph, main: Chain, chains: list[Chain]) -> Non
         raise NotDissectable(
             f"{type(graph.model).__name__} runs {', '.join(left[:4])} in the list of its blocks, but not as blocks: "
             "none of the others takes what they return, or they take the stream at another argument."
+        )
+
+
+def _require_no_cache(graph: OpGraph, main: Chain) -> None:
+    """Raise if blocks are given a key-value cache: run again on the same arguments, they would see their keys twice."""
+    given = [graph.calls[i] for i in main.calls]
+    if any(isinstance(value, Cache) for call in given for value in (*call.args, *call.kwargs.values())):
+        raise NotDissectable(
+            f"{type(graph.model).__name__} hands its blocks a key-value cache although none was asked for, as prefix "
+            "tuning does, so no block can be run again alone. Dissect the model without its prefix (PEFT: "
+            "get_base_model())."
         )
 
 

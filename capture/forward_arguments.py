@@ -1,6 +1,7 @@
 """What a model's forward takes, and where its inputs belong, also when others have wrapped the model.
 
-Wrappers (adapters, data parallel, offloading) often declare `*args, **kwargs` and hand them on to their only child.
+Wrappers (adapters, data parallel, offloading) often declare `*args, **kwargs` and hand them on to the only child that
+can be called.
 """
 
 import inspect
@@ -13,7 +14,7 @@ def accepted_arguments(model: nn.Module) -> set[str]:
     """Names of a forward's parameters; a wrapper of one module that takes `**kwargs` takes that module's as well."""
     parameters = inspect.signature(model.forward).parameters
     hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    children = list(model.children())
+    children = [child for child in model.children() if type(child).forward is not nn.Module.forward]  # no containers
     return set(parameters) | (accepted_arguments(children[0]) if hands_on and len(children) == 1 else set())
 
 

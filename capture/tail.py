@@ -103,14 +103,19 @@ def _ops_back(graph: OpGraph, index: int) -> set[str]:
 
 
 def token_embedding(graph: OpGraph, ids: Tensor | None) -> Point | None:
-    """The module that looks the token ids up: the first embedding op whose indices are the ids."""
+    """The module that looks the token ids up: the one around the first embedding op whose indices are the ids.
+
+    Where the model's own input embedding (`get_input_embeddings`) is around that op, as an adapted one, it is that.
+    """
     if ids is None:
         return None
+    declared = graph.model.get_input_embeddings() if hasattr(graph.model, "get_input_embeddings") else None
     for node in graph.nodes:
         if node.op == "embedding" and node.call > 0:
             indices = graph.nodes[node.parents[0]].value
-            call = graph.calls[node.call]
+            around = [i for i, c in enumerate(graph.calls) if c.module is declared and graph.is_inside(node.call, i)]
+            number = (around or [node.call])[0]
             is_lookup = indices.numel() == ids.numel() and indices.flatten().equal(ids.flatten())
-            if is_lookup and list(call.outputs) == [None]:
-                return graph.point(node.call, "out", None)
+            if is_lookup and list(graph.calls[number].outputs) == [None]:
+                return graph.point(number, "out", None)
     return None
