@@ -280,7 +280,8 @@ def behaves_as_norm(call: Call, value: Tensor) -> bool:
 
     with torch.no_grad():
         plain, doubled = run(x), run(2 * x)
-        if plain.shape != x.shape or not torch.allclose(plain, doubled, rtol=1e-3, atol=1e-3):
+        tolerance = 2e-2 if x.dtype in (torch.float16, torch.bfloat16) else 1e-3  # one step of bfloat16 is 8e-3
+        if plain.shape != x.shape or not torch.allclose(plain, doubled, rtol=tolerance, atol=tolerance):
             return False
         nudged = x.clone()
         nudged[..., 0, 0] += 3.0
