@@ -60,8 +60,7 @@ def linear_call(graph: OpGraph, index: int, *, within: int) -> int | None:
             continue
         if (into := _only_input(call)) is None:
             continue
-        is_same_map = found is not None and graph.same_value(into, _only_input(graph.calls[found]))
-        if is_same_map or _is_linear_op(graph, index, into) or _behaves_as_linear(graph, call, into):
+        if _is_linear_op(graph, index, into) or _behaves_as_linear(graph, call, into):
             found = number
         elif found is not None:
             break
