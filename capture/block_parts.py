@@ -258,7 +258,7 @@ def _add_heads(
     if z_tap is None:
         reason = "no split into heads was found before the mixer's output projection"
         if linear is None:
-            reason = "the mixer's output is not made by one linear map alone, so it has no output projection"
+            reason = "no split into heads was found: the mixer's output is not made by one linear map alone"
         for kind in ("z", "head_out"):
             parts.refuse(kind, reason)
     else:
