@@ -13,15 +13,14 @@ from torch import Tensor
 
 from microtome.capture.anatomy import TERM_OF_ROLE, Block, Contribution, HeadColumns, Hop, Point, Role, Tap
 from microtome.capture.attention_ops import AttentionOp, attention_ops
-from microtome.capture.causality import SMALL, Hooks, Run, acts_decide, head_check, terms_move
+from microtome.capture.causality import Hooks, Run, head_check, terms_move
 from microtome.capture.head_layout import (
     SeamRecord,
     before_rotation,
     column_match,
     head_axes,
-    last_linear,
-    linear_maps,
 )
+from microtome.capture.linear_maps import last_linear, linear_maps
 from microtome.capture.opgraph import OpGraph
 from microtome.capture.plain_hooks import plain_hooks
 from microtome.capture.routers import find_router
@@ -93,7 +92,7 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
             role,
             graph.point(term.call, "out", term.slot),
             term.factor.number,
-            _projection_input(graph, term.node, chain.calls[k]),
+            _projection_input(walk, term.node),
             term.factor.vectors,
         )
         for term, role in zip(walk.terms, roles, strict=True)
@@ -120,14 +119,15 @@ def _maker(graph: OpGraph, chain: Chain, k: int) -> Point | None:
     if k > 0:
         return graph.point(chain.calls[k - 1], "out", chain.exit)
     node, first = chain.entry_node(graph, k), chain.calls[k]
-    made = [(i, s) for i, call in enumerate(graph.calls[:first]) for s, n in call.outputs.items() if n == node]
+    same = lambda n: graph.source(n) == graph.source(node) and graph.nodes[n].value.shape == graph.nodes[node].value.shape
+    made = [(i, s) for i, call in enumerate(graph.calls[:first]) for s, n in call.outputs.items() if same(n)]
     return graph.point(made[0][0], "out", made[0][1]) if made else None
 
 
-def _projection_input(graph: OpGraph, term: int, block: int) -> Point | None:
-    if (linear := last_linear(graph, term, block)) is None:
+def _projection_input(walk: Walk, term: int) -> Point | None:
+    if (linear := last_linear(walk, term)) is None:
         return None
-    return graph.point(linear, "in", next(iter(graph.calls[linear].inputs)))
+    return walk.graph.point(linear, "in", next(iter(walk.graph.calls[linear].inputs)))
 
 
 def _roles(parts: BlockParts, graph: OpGraph, chain: Chain, k: int, walk: Walk) -> list[Role]:
@@ -176,7 +176,7 @@ def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles:
         elif found or role == "mlp":
             what = WHAT_ROLES_DO[role]
             parts.refuse(kind, f"{len(found)} terms of the block {what}; one was expected")
-    _add_mlp_act(parts, graph, walk, mlps, block)
+    _add_mlp_act(parts, graph, walk, mlps)
     if len(mlps) == 1:
         _add_router(parts, graph, walk, mlps[0])
     _add_resid_mid(parts, graph, walk, width, mixers, mlps, block)
@@ -208,24 +208,20 @@ def _term_tap(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, terms: 
     )
 
 
-def _add_mlp_act(parts: BlockParts, graph: OpGraph, walk: Walk, mlps: list[int], block: int) -> None:
-    linear = last_linear(graph, walk.terms[mlps[0]].node, block) if len(mlps) == 1 else None
+def _add_mlp_act(parts: BlockParts, graph: OpGraph, walk: Walk, mlps: list[int]) -> None:
+    linear = last_linear(walk, walk.terms[mlps[0]].node) if len(mlps) == 1 else None
     if linear is None:
-        parts.refuse("mlp_act", "the block has no single MLP with a last linear map")
+        what = f"{len(mlps)} MLPs" if len(mlps) != 1 else "an MLP whose output several maps add up to, as experts do"
+        parts.refuse("mlp_act", f"the block has {what}; one last linear map was expected")
         return
     slot, node = next(iter(graph.calls[linear].inputs.items()))
-    value, module = graph.nodes[node].value, parts.inside(graph.calls[linear].path)
+    value = graph.nodes[node].value
     is_flat = value.ndim == 2 and len(value) == walk.shape[:2].numel()
     if not is_flat and (value.ndim != 3 or value.shape[:2] != walk.shape[:2]):
         parts.refuse("mlp_act", f"the MLP's last linear map gets a tensor of shape {tuple(value.shape)}")
         return
-    point = graph.point(linear, "in", slot)
-    term = parts.block.contributions[mlps[0]].point
-    run = replay(graph, block)
-    if list(graph.calls[linear].outputs) != [None] or acts_decide(run, point, term, walk.shape[:2]) > SMALL:
-        parts.refuse("mlp_act", f"what the MLP adds depends on more than the input of {module}: experts, or a gate")
-        return
     rows_of = parts.block.entry if is_flat else None
+    point = graph.point(linear, "in", slot)
     parts.taps.append(Tap(parts.block.site("mlp_act"), point, width=value.shape[-1], rows_of=rows_of))
 
 
@@ -323,8 +319,8 @@ class _Heads:
     def add_z(self, seams: tuple[SeamRecord, ...]) -> None:
         """z and head_out where heads are slices of the projection's input; z_attn where attention returns others."""
         seam = seams[0] if len(seams) == 1 else None
-        linear = last_linear(self.graph, self.walk.terms[self.mixer].node, self.block)
-        refusal = "the mixer has no output projection"
+        linear = last_linear(self.walk, self.walk.terms[self.mixer].node)
+        refusal = "what the mixer adds is not made by one linear map alone"
         is_at_seam = False
         if linear is not None:
             slot, into = next(iter(self.graph.calls[linear].inputs.items()))

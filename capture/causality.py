@@ -1,4 +1,4 @@
-"""Whether values are what they are taken for, by acting on them: slices of z are heads, neurons decide an MLP.
+"""Whether values are what they are taken for, by acting on them: which terms mix positions, which slices are heads.
 
 Every wrong layout of heads passes the sum over heads, but not these two interventions. In softmax attention one head is
 halved inside the attention op, and exactly its columns may move. Where there is no such op (linear attention, delta
@@ -26,6 +26,9 @@ POSITION = 1  # the position that is changed
 def terms_move(run: Run, inputs: Sequence[Point], recorded: Mapping[Point, Tensor]) -> list[tuple[bool, bool]]:
     """For each term of a block: does it move, and at other positions, when what comes in changes at one position?
 
+    Movement elsewhere is confirmed by a second change, two rows of the batch swapped at the position: linear maps that
+    round all of their input by its largest value (quantised ones) move every position with one, but not by a swap.
+
     Args:
         run: the block's replay.
         inputs: the arguments to change, alike.
@@ -35,26 +38,51 @@ def terms_move(run: Run, inputs: Sequence[Point], recorded: Mapping[Point, Tenso
     points = list(recorded)
     answers = []
     for place, point in enumerate(points):
-        seen: list[Tensor] = []
-
-        def nudge(x: Tensor) -> Tensor:
-            noise = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(1))
-            changed = x.clone()
-            changed[:, POSITION] += (noise.to(x) * x[:, POSITION].norm(dim=-1, keepdim=True) / noise.norm()).to(x)
-            return changed
-
-        held = {p: lambda x, p=p: recorded[p].to(x).reshape(x.shape).clone() for p in points[:place]}
-        keep = {point: lambda x, seen=seen: seen.append(x.detach().clone())}
-        run({**dict.fromkeys(inputs, nudge), **held, **keep})
-        if not seen:  # a point outside the block
-            answers.append((False, False))
-            continue
-        value = recorded[point]
-        moved = (seen[0].reshape(value.shape) - value).abs().flatten(2).amax(-1)
-        least = MOVED * value.abs().max()
-        elsewhere = torch.cat([moved[:, :POSITION], moved[:, POSITION + 1 :]], 1)
-        answers.append((bool(moved.max() > least), bool(elsewhere.max() > least)))
+        moves, mixes = _moves(run, inputs, _nudged, _same, recorded, points[:place], point)
+        if mixes:
+            swap = _moves(run, inputs, _swapped, _swapped, recorded, points[:place], point)
+            mixes = swap[1] or not swap[0]  # a swap of equal rows tells nothing
+        answers.append((moves, mixes))
     return answers
+
+
+def _moves(
+    run: Run,
+    inputs: Sequence[Point],
+    change: Callable[[Tensor], Tensor],
+    hold: Callable[[Tensor], Tensor],
+    recorded: Mapping[Point, Tensor],
+    earlier: Sequence[Point],
+    point: Point,
+) -> tuple[bool, bool]:
+    seen: list[Tensor] = []
+    held = {p: lambda x, p=p: hold(recorded[p]).to(x).reshape(x.shape) for p in earlier}
+    run({**dict.fromkeys(inputs, change), **held, point: lambda x: seen.append(x.detach().clone())})
+    if not seen:  # a point outside the block
+        return False, False
+    value = recorded[point]
+    moved = (seen[0].reshape(value.shape) - value).abs().flatten(2).amax(-1)
+    least = MOVED * value.abs().max()
+    elsewhere = torch.cat([moved[:, :POSITION], moved[:, POSITION + 1 :]], 1)
+    return bool(moved.max() > least), bool(elsewhere.max() > least)
+
+
+def _nudged(x: Tensor) -> Tensor:
+    noise = torch.randn(x.shape[-1], generator=torch.Generator().manual_seed(1))
+    changed = x.clone()
+    changed[:, POSITION] += (noise.to(x) * x[:, POSITION].norm(dim=-1, keepdim=True) / noise.norm()).to(x)
+    return changed
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """The first two rows of the batch change places at the position."""
+    changed = x.clone()
+    changed[:2, POSITION] = x[:2, POSITION].flip(0)
+    return changed
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.clone()
 
 
 class HalvedHead(TorchFunctionMode):
@@ -170,28 +198,3 @@ def _acting(gradient: Tensor | None, output: Tensor) -> Tensor:
         return torch.zeros(output.shape[-1], dtype=torch.bool, device=output.device)
     size = gradient.abs().flatten(0, -2).amax(0)
     return size > SMALL * size.max().clamp(min=1e-30)
-
-
-def acts_decide(run: Run, act: Point, term: Point, rows: Sequence[int]) -> float:
-    """How far an MLP's term differs between positions when all of them have the neurons of the first one.
-
-    Zero where the neurons are all that it depends on; not with experts beside them, or a gate after them.
-
-    Args:
-        run: the block's replay.
-        act: the input of the MLP's last linear map.
-        term: what the MLP adds.
-        rows: batch and positions.
-
-    Returns:
-        Largest over positions of max|difference| / max|term| there.
-    """
-    seen: list[Tensor] = []
-
-    def alike(x: Tensor) -> Tensor:
-        return x.reshape(*rows, -1)[:, :1].expand(*rows, -1).reshape(x.shape).clone()
-
-    run({act: alike, term: lambda x: seen.append(x.detach().float().reshape(*rows, -1))})
-    (value,) = seen
-    error = (value[:, :1] - value).abs().amax(-1)
-    return float((error / value.abs().amax(-1).clamp(min=1e-30)).max())

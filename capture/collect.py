@@ -19,6 +19,7 @@ from microtome.capture.anatomy import Anatomy
 from microtome.capture.batches import MAX_TOKENS, PaddingRecipe, make_batch, plan_batches
 from microtome.capture.dissect import dissect
 from microtome.capture.encoded_text import EncodedTexts
+from microtome.capture.forward_arguments import input_device
 from microtome.capture.kept_positions import BatchPositions
 from microtome.capture.limits import pad_id
 from microtome.capture.models import LoadedModel
@@ -158,7 +159,7 @@ class _Run:
         self.module, self.anatomy, self.sites, self.edits = module, anatomy, sites, edits
         self.device, self.dtype = device, dtype
         self.options = call_options(module)
-        self.home = next(module.parameters()).device
+        self.home = input_device(module)
         self.stops = all(site.kind != "logits" for site in sites)
         self.kept: dict[Site, list[tuple[Tensor, Tensor]]] = {site: [] for site in sites}
         self.filed: dict[Site, Tensor] = {}
@@ -299,7 +300,7 @@ def _two_rows(inputs: ReadyInputs, module: nn.Module) -> dict[str, Any] | None:
         return None
     parameter = next(module.parameters())
     rows = [0, inputs.n_rows - 1] if inputs.is_splittable else None
-    return inputs.model_inputs(rows, device=parameter.device, dtype=parameter.dtype)
+    return inputs.model_inputs(rows, device=input_device(module), dtype=parameter.dtype)
 
 
 def _with_labels(

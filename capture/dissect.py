@@ -6,7 +6,6 @@ position, head layouts and q, k, v columns by matching values at transformers' a
 is checked on a second batch with ordinary hooks (`microtome.capture.proof`); only what holds is offered.
 """
 
-import inspect
 import threading
 import time
 from collections.abc import Mapping
@@ -17,15 +16,17 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from microtome.capture.anatomy import Anatomy, Point, Tap
 from microtome.capture.anatomy_store import anatomy_key, keep, kept
 from microtome.capture.batches import PaddingRecipe
 from microtome.capture.block_parts import block_parts
+from microtome.capture.forward_arguments import accepted_arguments, input_device
 from microtome.capture.head_layout import SeamRecord
 from microtome.capture.hooks import ACTIVE
 from microtome.capture.models import LoadedModel
-from microtome.capture.opgraph import OpGraph, elements
+from microtome.capture.opgraph import NoStorage, OpGraph, elements
 from microtome.capture.padding import call_options, limit_for, padding_errors
 from microtome.capture.proof import Proof
 from microtome.capture.recurrent_state import STEP_LIMIT, RecurrentStates
@@ -58,7 +59,8 @@ def dissect(
             recognition; a module that was replaced, added or removed is noticed).
 
     Raises:
-        NotDissectable: in training mode, not deterministic, without token ids as input, or without a chain of blocks.
+        NotDissectable: in training mode, not deterministic, without token ids as input, without a chain of blocks, with
+            a key-value cache of its own (prefix tuning), or with activations that are no plain tensors.
     """
     module = model.module if isinstance(model, LoadedModel) else model
     if not again and (known := _known(module)) is not None:  # no waiting for another model's dissection
@@ -174,7 +176,7 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
         NotDissectable: the model does not take token ids, or has no token embedding.
     """
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    accepted = inspect.signature(model.forward).parameters
+    accepted = accepted_arguments(model)
     if embedding is None or "input_ids" not in accepted:
         raise NotDissectable(
             f"{type(model).__name__} does not take token ids. Hand dissect(model, inputs=...) two or more rows of what "
@@ -191,7 +193,7 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
         mask = torch.ones_like(ids)
         mask[1, length - 4 :] = 0
         mask[2, length - 2 :] = 0
-        device = embedding.weight.device
+        device = input_device(model)
         batch = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
         if "decoder_input_ids" in accepted and getattr(model.config, "is_encoder_decoder", False):
             written = torch.randint(min(3, vocabulary - 1), vocabulary, (3, length - 2), generator=generator)
@@ -202,8 +204,8 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 def _given_batches(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The given inputs, and the same rows in reverse order with noise on what is not whole numbers."""
-    reference = next(model.parameters())
-    first = {k: v.to(reference.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    device = input_device(model)
+    first = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
     tensors = [v for v in first.values() if isinstance(v, Tensor)]
     if not tensors or any(t.ndim < 2 or len(t) < 2 for t in tensors):
         shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in first.items()}
@@ -240,7 +242,10 @@ def _recorded(model: nn.Module, batch: dict[str, Any]) -> tuple[OpGraph, list[Se
             f"{float((first - second).abs().max()):.3g}), so nothing can be proved. Switch its randomness off."
         )
     with recorded_seam_calls(model) as calls, OpGraph(model) as graph:
-        model(**batch, **options)
+        try:
+            model(**batch, **options)
+        except NoStorage as error:
+            raise NotDissectable(str(error)) from error
         seams = [
             _seam_record(graph, path, number if len(made) > 1 else None, c)
             for path, made in calls.items()
@@ -287,6 +292,7 @@ def _stacks(graph: OpGraph, batch: Mapping[str, Any]) -> list[Chain]:
         )
     others = [chain for chain in chains if chain is not main and len(chain.calls) > 1]
     _require_all_blocks(graph, main, chains)
+    _require_no_cache(graph, main)
     names = _stack_names(graph, main, others)
     return [main, *(replace(chain, stack=name) for chain, name in zip(others, names, strict=True))]
 
@@ -300,6 +306,17 @@ def _require_all_blocks(graph: OpGraph, main: Chain, chains: list[Chain]) -> Non
         raise NotDissectable(
             f"{type(graph.model).__name__} runs {', '.join(left[:4])} in the list of its blocks, but not as blocks: "
             "none of the others takes what they return, or they take the stream at another argument."
+        )
+
+
+def _require_no_cache(graph: OpGraph, main: Chain) -> None:
+    """Raise if blocks are given a key-value cache: run again on the same arguments, they would see their keys twice."""
+    given = [graph.calls[i] for i in main.calls]
+    if any(isinstance(value, Cache) for call in given for value in (*call.args, *call.kwargs.values())):
+        raise NotDissectable(
+            f"{type(graph.model).__name__} hands its blocks a key-value cache although none was asked for, so no block "
+            "can be run again alone. Switch it off (a wrapper's forward can take use_cache and hand it on), or dissect "
+            "the model without its prefix (PEFT: get_base_model())."
         )
 
 
@@ -371,6 +388,8 @@ def _refusal(tap: Tap, proof: Proof) -> str:
 
     kind = tap.site.kind
     rests_on = [(name, at(other)) for name, other in _RESTS_ON.get(kind, [])]
+    if kind == "z" and proof.precision == "quantised":  # z is what it is, however the projection then rounds it
+        rests_on = [("head split", at("z"))]
     if tap.point.side == "seam":
         rests_on.append(("fires", proof.seam_label(tap.point)))
     elif tap.point.side != "cache":

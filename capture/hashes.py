@@ -95,7 +95,8 @@ def state_dict_sha256(module: nn.Module) -> str:
     if missing := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(
             f"{len(missing)} tensors hold no data, e.g. {missing[0]!r} (on the meta device: offloaded, or not loaded). "
-            "Put the whole model on one device first."
+            "Load the whole model onto one device, or wrap it before it is offloaded: "
+            "LoadedModel.from_module(model, ...), then cpu_offload(model) or dispatch_model(model, ...)."
         )
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):

@@ -14,8 +14,6 @@ from torch import Tensor
 from microtome.capture.anatomy import HeadColumns, Point
 from microtome.capture.opgraph import Node, OpGraph
 
-LINEAR_OPS = {"linear", "addmm", "matmul", "__matmul__", "mm"}
-
 
 @dataclass(frozen=True)
 class SeamRecord:
@@ -129,30 +127,6 @@ def before_rotation(
                     distinct = list(dict.fromkeys(map(tuple, columns.tolist())))
                     return graph.point(index, "out", slot), HeadColumns(torch.tensor(distinct))
     return None
-
-
-def last_linear(graph: OpGraph, term: int, block: int) -> int | None:
-    """The module call that holds the last linear map before a term leaves the block, walking back from the term.
-
-    Norms, casts, scalings and views are passed; the first node with a linear op on the way decides.
-    """
-    for node in graph.ancestors(term):
-        if not graph.is_inside(node.call, block):
-            return None
-        if node.op in LINEAR_OPS and node.call != block:
-            return node.call
-    return None
-
-
-def linear_maps(graph: OpGraph, behind: list[Node], before: int, block: int) -> list[Point]:
-    """Outputs of the modules inside a block that hold one linear map each, among nodes earlier than one of them."""
-    found = {}
-    for node in behind:
-        if node.op in LINEAR_OPS and node.index < before and node.call != block:
-            call = graph.calls[node.call]
-            if list(call.outputs) == [None] and graph.source(call.outputs[None]) == graph.source(node.index):
-                found[graph.point(node.call, "out", None)] = None
-    return list(found)
 
 
 def head_axes(graph: OpGraph, behind: list[Node], index: int) -> list[tuple[int, int]]:

@@ -193,7 +193,7 @@ class HeadWrite:
 
     Attributes:
         heads: how heads lie in the projection's input.
-        weights: `[head, d_head, d_model]`, made at the first use.
+        weights: `[head, d_head, d_model]`, made at the first use, and at every one where they are part of a graph.
     """
 
     heads: Columns
@@ -204,7 +204,7 @@ class HeadWrite:
 
     def deferred(self, passing: Passing, *, keep_graph: bool) -> Callable[[], Tensor]:
         """A function that computes the value when it is wanted; it holds z, `d_model / d_head` times smaller."""
-        if self.weights is None:
+        if self.weights is None or self.weights.requires_grad:
             self.weights = affine_weight(passing.module, passing.input)[self.heads.columns.to(passing.input.device)]
         z, weights, added = self.heads.present(passing.input, passing), self.weights, passing.head_deltas
         if not keep_graph:
@@ -236,19 +236,26 @@ def _written(z: Tensor, weights: Tensor, head: int | None, added: tuple[tuple[in
 
 
 def affine_weight(module: nn.Module, like: Tensor) -> Float[Tensor, "d_in d_model"]:
-    """The matrix W of an affine map x W + b, read from its weight or, for any other class, off its images of the axes.
+    """The matrix W of an affine map x W + b, read from its weight or, for any other map, off its images of the axes.
 
     Args:
-        module: the map; quantised and adapted linears are called without their hooks.
+        module: the map; quantised, adapted and offloaded linears are called without their hooks.
         like: an input of it, for width, dtype and device.
+
+    Raises:
+        ValueError: the map is in training mode and random (an adapter's dropout).
     """
-    if type(module) is nn.Linear:
-        return module.weight.T
-    if type(module) is Conv1D:
-        return module.weight
+    is_plain = "forward" not in vars(module) and type(module) in (nn.Linear, Conv1D)  # offloading replaces `forward`
+    if is_plain and type(module.weight.data) is Tensor:
+        return module.weight.T if isinstance(module, nn.Linear) else module.weight
     width = like.flatten(2).shape[2]
     axes = torch.cat([torch.zeros(1, 1, width), torch.eye(width)[None]], dim=1).to(like.device, like.dtype)
     images = module.forward(axes)
+    if module.training and not torch.equal(images, module.forward(axes)):
+        raise ValueError(
+            f"{type(module).__name__} is in training mode and gives two results for one input (dropout), so what each "
+            "head writes through it cannot be told. Call model.eval() first."
+        )
     return rearrange(images[:, 1:] - images[:, :1], "1 d_in d_model -> d_in d_model")
 
 

@@ -106,6 +106,7 @@ class OpGraph(TorchFunctionMode):
     Attributes:
         nodes: every tensor in the order in which it appeared.
         calls: every module call in the order in which it began.
+        linear: what `microtome.capture.linear_maps` found of modules, by id.
         leaf_paths: for the node of a parameter or buffer, its path in the model.
     """
 
@@ -124,6 +125,7 @@ class OpGraph(TorchFunctionMode):
         self._leaves = {id(b): ("buffer", path) for path, b in model.named_buffers()}
         self._leaves |= {id(p): ("parameter", path) for path, p in model.named_parameters()}
         self.leaf_paths: dict[int, str] = {}
+        self.linear: dict[int, bool] = {}
 
     def __enter__(self) -> "OpGraph":
         for path, module in self.model.named_modules():
@@ -178,16 +180,16 @@ class OpGraph(TorchFunctionMode):
         self._index[id(tensor)] = node.index
         self._alive.append(tensor)
         if not keep:
-            self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+            self._storages.setdefault(_storage_address(tensor), []).append(tensor)
         return node.index
 
     def _rewrite(self, op: str, target: Tensor, parents: tuple[int, ...], numbers: tuple[int | float, ...]) -> None:
         index = self._add(op, target, parents, numbers)
-        for alias in self._storages.get(target.untyped_storage().data_ptr(), [])[:-1]:
+        for alias in self._storages.get(_storage_address(target), [])[:-1]:
             if alias is not target:
                 before = self._index[id(alias)]
                 self._add("alias", alias, (before, index), ())
-                self._storages[target.untyped_storage().data_ptr()].pop()
+                self._storages[_storage_address(target)].pop()
 
     def _enter_call(self, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if threading.get_ident() != self._thread:  # another thread's forward
@@ -260,6 +262,20 @@ class OpGraph(TorchFunctionMode):
         while call not in (-1, outer):
             call = self.calls[call].parent
         return call == outer
+
+
+class NoStorage(TypeError):
+    """A tensor of the forward has no storage of its own, so views of it could not be told."""
+
+
+def _storage_address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError as error:
+        raise NoStorage(
+            f"A {type(tensor).__name__} passes through the model; plain tensors were expected. Activations that are "
+            "quantised between modules cannot be recorded: quantise the weights alone."
+        ) from error
 
 
 def _numbers(args: tuple, kwargs: dict) -> tuple[int | float, ...]:

@@ -2,11 +2,10 @@
 
 Texts of unequal length run alone and in one padded batch, on either side, with and without explicit position ids
 (`cumsum(mask) - 1`). A recipe passes if the last block's output at every real position agrees to 1e-4 of the largest
-value, 2e-2 in half precision.
+value, 2e-2 in half precision and where linear maps round their inputs.
 GPT-2 kinds need the ids on the left side; RoBERTa kinds, which count from their padding index, must not get them.
 """
 
-import inspect
 import math
 
 import torch
@@ -14,23 +13,24 @@ from torch import Tensor, nn
 
 from microtome.capture.anatomy import Point
 from microtome.capture.batches import PaddingRecipe
+from microtome.capture.forward_arguments import accepted_arguments
 from microtome.capture.plain_hooks import plain_hooks
+from microtome.capture.precision import precision
 
 LIMIT = 1e-4
-HALF_LIMIT = 2e-2  # in float16 and bfloat16, whose rounding is 1e-3 and 1e-2; wrong recipes miss by 0.05 and more
+ROUNDED_LIMIT = 2e-2  # float16 and bfloat16 round by 1e-3 and 1e-2, int8 inputs by 1e-2; wrong recipes miss by 0.05
 RECIPES = tuple(PaddingRecipe(side, ids) for side in ("right", "left") for ids in ("none", "cumsum"))
 
 
 def call_options(model: nn.Module) -> dict[str, bool]:
     """Keyword arguments for a plain forward of this model: no cache, where the signature has one."""
-    accepted = inspect.signature(model.forward).parameters
+    accepted = accepted_arguments(model)
     return {"use_cache": False} if "use_cache" in accepted or "kwargs" in accepted else {}
 
 
 def limit_for(model: nn.Module) -> float:
     """The relative error up to which a recipe passes in the model's precision."""
-    is_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-    return HALF_LIMIT if is_half else LIMIT
+    return LIMIT if precision(model) == "full" else ROUNDED_LIMIT
 
 
 def padding_errors(
@@ -48,7 +48,7 @@ def padding_errors(
         Largest difference over largest value at real positions, per recipe; recipes whose arguments the model does
         not take are left out.
     """
-    accepts_ids = "position_ids" in inspect.signature(model.forward).parameters
+    accepts_ids = "position_ids" in accepted_arguments(model)
     alone = [_exit_value(model, exit, ids[None], torch.ones_like(ids)[None], None)[0] for ids in sequences]
     errors = {}
     for recipe in RECIPES:

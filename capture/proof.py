@@ -9,11 +9,12 @@
     router sum     the router's weight times its input, plus the bias, is its logits
     router edit    one expert's logit raised at one position moves what the MLP adds there and nowhere else
     head sum       sum over heads of z_h W_O^h, plus the bias, is the output projection's output
+    head split     quantised models: the output projection run on the z of all heads put together gives its output
     head causality halving one head's queries (or its pattern) moves that head's columns of z and no others; in a mixer
                    without attention, pushing columns of its linear maps that act on both ends of one head and on no
                    other moves exactly that head's columns
     act sum        the MLP's neurons times its last weight, plus the bias, is its last linear map's output
-    act decides    with one position's neurons at every position the MLP adds the same at every position
+    act decides    with the MLP's neurons held, a changed block input leaves what it adds as it was
     key groups     halving key head j moves z of the query heads j g .. j g + g - 1 and of no others
     q, k, v edit   changing the columns of one head changes that head at the attention interface, and no other; without
                    the interface, at one position: a query moves z there and in its head alone, a key or value moves z
@@ -23,7 +24,8 @@
     null edit      with every hook handing on its value plus zero the output is bit-identical
 
 Limits: exact where bits must agree, 1e-5 (sums) and 1e-4 (edits) of the largest value at the same position in
-float32 and float64, 2e-2 in half precision. Wrong sites miss by 0.1 and more.
+float32 and float64, 2e-2 in half precision and where linear maps round their inputs (quantised). Wrong sites miss by
+0.1 and more.
 """
 
 import itertools
@@ -40,10 +42,11 @@ from torch import Tensor, nn
 
 from microtome.capture.anatomy import TERM_OF_ROLE, Block, Contribution, HeadColumns, Identity, Point, Tap, coefficient
 from microtome.capture.attention_seam import SeamCall
-from microtome.capture.causality import POSITION, SMALL, acts_decide, head_check, moved_columns, terms_move
+from microtome.capture.causality import POSITION, SMALL, head_check, moved_columns, terms_move
 from microtome.capture.opgraph import elements, map_tensors
 from microtome.capture.padding import call_options
 from microtome.capture.plain_hooks import plain_hooks
+from microtome.capture.precision import precision
 from microtome.capture.routers import router_map
 from microtome.capture.seam_record import recorded_seam_calls
 from microtome.capture.sites import Site
@@ -74,10 +77,13 @@ class Proof:
         self.model, self.blocks, self.tail, self.batch, self.linears = model, blocks, tail, batch, linears
         self.record: list[Identity] = []
         self._whole: dict[str, str] = {}
-        self.points = list(dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side in ("in", "out"))]))
+        self.points = list(
+            dict.fromkeys([*self._stream_points(), *(t.point for t in taps if t.point.side in ("in", "out"))])
+        )
         self.points += [t.edited_at for t in taps if t.edited_at is not None]
         self.taps = {tap.site: tap for tap in taps}
-        self.sums, self.edits = (1e-5, 1e-4) if _is_full(model) else (2e-2, 2e-2)
+        self.precision = precision(model)
+        self.sums, self.edits = (1e-5, 1e-4) if self.precision == "full" else (2e-2, 2e-2)
         self._forward(is_quick)
         self._check_whole()
         for block in blocks:
@@ -127,6 +133,8 @@ class Proof:
     def _note(self, name: str, site: Site | str, error: int | float, limit: float, note: str = "") -> None:
         if isinstance(site, Site):
             self._whole[str(site)] = str(site.whole)
+        if self.precision == "quantised" and limit:
+            note = "; ".join(filter(None, (note, "the model is quantised: its linear maps round their inputs")))
         self.record.append(Identity(name, str(site), float(error), limit, bool(error <= limit), note))
 
     def _forward(self, is_quick: bool) -> None:
@@ -270,9 +278,12 @@ class Proof:
         self._replay(block, {output: lambda x: seen.append(x.detach().clone())})
         weight, bias = affine_map(self.model.get_submodule(output.module), act.shape[-1], like=act)
         self._note("act sum", tap.site, _relative(act @ weight + bias, seen[0]), self.sums)
-        run = lambda hooks: self._replay(block, hooks)  # noqa: E731
-        error = acts_decide(run, tap.point, mlp.point, self.values[block.entry].shape[:2])
-        self._note("act decides", tap.site, error, self.sums)
+        noise = torch.randn(self.values[block.entry].shape, generator=torch.Generator().manual_seed(1))
+        hooks = {point: lambda x: x + noise.to(x) * x.abs().mean() for point in block.inputs}
+        terms: list[Tensor] = []
+        held = {tap.point: lambda x: act.clone(), mlp.point: lambda x: terms.append(x.detach().clone())}
+        self._replay(block, hooks | held)
+        self._note("act decides", tap.site, _relative(terms[0], self.values[mlp.point]), self.edits)
 
     def _check_router(self, block: Block) -> None:
         tap = self.taps.get(block.site("router"))
@@ -311,6 +322,12 @@ class Proof:
         weight, bias = affine_map(self.model.get_submodule(out.point.module), x.shape[-1], like=x)
         total = sum(x[..., columns] @ weight[columns] for columns in out.heads.columns) + bias
         self._note("head sum", block.site("z"), _relative(total, self.values[out.point]), self.sums)
+        if self.precision == "quantised":
+            together = torch.zeros_like(x)
+            for columns in out.heads.columns:
+                together[..., columns] += x[..., columns]
+            whole = self.model.get_submodule(out.point.module)(together)
+            self._note("head split", block.site("z"), _relative(whole, self.values[out.point]), self.edits)
         linears = self.linears.get(block.site("z"), ())
         for head in sorted({0, 1 % out.heads.heads, out.heads.heads - 1}):
             run = lambda hooks: self._replay(block, hooks)  # noqa: E731
@@ -454,10 +471,6 @@ def affine_map(module: nn.Module, width: int, *, like: Tensor) -> tuple[Tensor, 
     eye = torch.eye(width, dtype=like.dtype, device=like.device)
     bias = module(torch.zeros_like(eye[:1]))[0]
     return module(eye) - bias, bias
-
-
-def _is_full(model: nn.Module) -> bool:
-    return all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
 
 
 def _largest(difference: Tensor) -> float:

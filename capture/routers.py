@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from microtome.capture.anatomy import Point
-from microtome.capture.head_layout import LINEAR_OPS
+from microtome.capture.linear_maps import LINEAR_OPS
 from microtome.capture.opgraph import Node, OpGraph, elements
 
 CHOICES = {"topk", "sort", "argsort", "max", "argmax"}

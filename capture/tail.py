@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from microtome.capture.anatomy import Point
-from microtome.capture.head_layout import LINEAR_OPS
+from microtome.capture.linear_maps import linear_call
 from microtome.capture.opgraph import OpGraph
 from microtome.capture.trunk import DIVISIONS, MULTIPLICATIONS, Chain, Norms
 
@@ -47,18 +47,24 @@ def find_tail(graph: OpGraph, chain: Chain, norms: Norms) -> Tail:
         reason = f"the model returns {list(shape)} for a stream {list(stream)}: not a value for each position"
         return Tail(point, None, reason=reason)
     factor, cap, index = _unscaled(graph, output)
-    node = graph.nodes[index]
-    if node.op in LINEAR_OPS and node.call > 0 and index > last:
-        unembedding = graph.calls[node.call]
+    if index > last and (made_by := _linear_before(graph, index)) is not None:
+        unembedding = graph.calls[made_by]
         feeds = next(iter(unembedding.inputs.values()))
         norm = _norm_between(graph, last, feeds, norms)
         if norm is None and graph.source(feeds) != last:
-            made_by = {graph.calls[n.call].path for n in graph.ancestors(feeds) if n.index > last and n.call > 0}
-            reason = f"more than a norm lies between the last block and the unembedding: {', '.join(sorted(made_by))}"
+            between = {graph.calls[n.call].path for n in graph.ancestors(feeds) if n.index > last and n.call > 0}
+            reason = f"more than a norm lies between the last block and the unembedding: {', '.join(sorted(between))}"
             return Tail(point, None, unembedding.path, factor, cap, reason)
         return Tail(point, norm, unembedding.path, factor, cap)
     norm = _norm_between(graph, last, output, norms)
     return Tail(point, norm, reason="this model has no unembedding and returns the last block's output as it is")
+
+
+def _linear_before(graph: OpGraph, index: int) -> int | None:
+    """The module call that is a linear map and returns a node, whatever its shape there."""
+    outputs = {o for call in graph.calls[1:] if (o := call.outputs.get(None)) is not None and o >= index}
+    same = sorted(o for o in outputs if graph.source(o) == index)
+    return next((call for o in same if (call := linear_call(graph, o, within=0)) is not None), None)
 
 
 def _norm_between(graph: OpGraph, last: int, index: int, norms: Norms) -> Point | None:
@@ -102,14 +108,19 @@ def _ops_back(graph: OpGraph, index: int) -> set[str]:
 
 
 def token_embedding(graph: OpGraph, ids: Tensor | None) -> Point | None:
-    """The module that looks the token ids up: the first embedding op whose indices are the ids."""
+    """The module that looks the token ids up: the one around the first embedding op whose indices are the ids.
+
+    Where the model's own input embedding (`get_input_embeddings`) is around that op, as an adapted one, it is that.
+    """
     if ids is None:
         return None
+    declared = graph.model.get_input_embeddings() if hasattr(graph.model, "get_input_embeddings") else None
     for node in graph.nodes:
         if node.op == "embedding" and node.call > 0:
             indices = graph.nodes[node.parents[0]].value
-            call = graph.calls[node.call]
+            around = [i for i, c in enumerate(graph.calls) if c.module is declared and graph.is_inside(node.call, i)]
+            number = (around or [node.call])[0]
             is_lookup = indices.numel() == ids.numel() and indices.flatten().equal(ids.flatten())
-            if is_lookup and list(call.outputs) == [None]:
-                return graph.point(node.call, "out", None)
+            if is_lookup and list(graph.calls[number].outputs) == [None]:
+                return graph.point(number, "out", None)
     return None

@@ -430,7 +430,7 @@ def test_fnets_fourier_sublayer_is_a_mixer_and_no_norm() -> None:
     _, anatomy = family("fnet")  # mix, add, norm: unchanged by doubling, vector parameters only, but not pointwise
     assert {block.contributions[0].role for block in anatomy.main} == {"mixer"}
     assert [site.layer for site in anatomy.expand("mixer_out")] == [0, 1, 2]
-    with pytest.raises(KeyError, match="the mixer has no output projection"):
+    with pytest.raises(KeyError, match="what the mixer adds is not made by one linear map alone"):
         anatomy.tap("z.1")
 
 

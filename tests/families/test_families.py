@@ -25,6 +25,7 @@ NAMES = [
 ]
 REPORTED_AFTER = ("falcon_mamba", "mamba", "mamba2", "rwkv")  # these report the stream after each block, not before
 REPORTED_OTHERWISE = ("dory", "hrm_text", "funnel")  # every pass of a loop; the states of the encoder as well
+COMPARED = ("resid_post", "z", "z_attn", "mlp_out", "mixer_out", "q", "k", "v", "mlp_act", "router")
 TOKENS = {"input_ids": torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(5))}
 
 
@@ -52,12 +53,12 @@ def test_family(name: str) -> None:
 def _compare_hidden_states(name: str, model, anatomy) -> None:
     """The hidden states that transformers reports are the streams between the blocks, bit for bit."""
     given = inputs(model) or TOKENS
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False) or name in REPORTED_OTHERWISE:
         return
     streams = [block.site("resid_post" if name in REPORTED_AFTER else "resid_pre") for block in anatomy.main]
     with torch.no_grad(), taps(model, streams, anatomy=anatomy) as tape:
         reported = model(**given, **call_options(model), output_hidden_states=True).get("hidden_states")
-    if reported is None or name in REPORTED_OTHERWISE:
+    if reported is None:
         return
     assert len(reported) == len(streams) + 1
     for site, state in zip(streams, reported, strict=False):
@@ -68,7 +69,7 @@ def _compare_alone_and_in_a_batch(name: str, model, anatomy) -> None:
     if anatomy.padding is None or name in (*VISION, *AUDIO):
         return
     loaded = LoadedModel.from_module(model, name=name)
-    sites = [str(site) for site in anatomy.taps if site.kind in ("resid_post", "z", "mlp_out") and not site.stack]
+    sites = [str(site) for site in anatomy.taps if site.kind in COMPARED and not site.stack]
     texts = [TOKENS["input_ids"][0].tolist(), TOKENS["input_ids"][1, :4].tolist()]
     together = capture(loaded, texts, sites, "last", progress=False)
     for row, text in enumerate(texts):
