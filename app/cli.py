@@ -90,12 +90,15 @@ def _models() -> None:
 def check(
     name: Annotated[str, typer.Argument(help="bundled name, hub id, folder or GGUF file")],
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="prove everything anew, not only the cheap identities")
+    ] = False,
 ) -> None:
     """Find a model's parts, prove them, and print which sites it offers, which not and why."""
     with _user_errors():
         from microtome.app.models_check import check_model
 
-        check_model(name, as_json=as_json)
+        check_model(name, as_json=as_json, again=again)
 
 
 def _settings(config: Path | None, given: dict) -> DemoConfig:

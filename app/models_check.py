@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def check_model(name: str, *, as_json: bool = False) -> Anatomy:
-    """Dissect a model and print the proof. Raises what `load_model` and `dissect` raise."""
+def check_model(name: str, *, as_json: bool = False, again: bool = False) -> Anatomy:
+    """Dissect a model and print the proof, all of it proved anew with `again`.
+
+    Raises what `load_model` and `dissect` raise.
+    """
     from rich.console import Console  # late: importing rich draws from Python's random generator
 
     loaded = load_model(name)
-    anatomy = dissect(loaded)
+    anatomy = dissect(loaded, again=again)
     if as_json:
         print(json.dumps(as_dict(loaded, anatomy), indent=1))
     else:
@@ -47,6 +50,8 @@ def as_dict(loaded: LoadedModel, anatomy: Anatomy) -> dict:
         "identities": json.loads(identity_table(anatomy).to_json(orient="records", double_precision=15)),
         "proof": json.loads(anatomy.proof_table().to_json(orient="records", double_precision=15)),
         "seconds": round(anatomy.seconds, 2),
+        "proved_at": anatomy.proved_at,
+        "repeated": anatomy.repeated,
     }
 
 
@@ -70,4 +75,10 @@ def print_anatomy(console: "Console", loaded: LoadedModel, anatomy: Anatomy) -> 
         way = f"padded on the {anatomy.padding.side}, position ids {anatomy.padding.position_ids}"
     else:
         way = "no way of padding passed; texts run one by one"
-    console.print(f"Batches: {way}. Found and proved in {anatomy.seconds:.1f} s.", markup=False)
+    when = f"Found and proved in {anatomy.seconds:.1f} s."
+    if anatomy.repeated:
+        when = (
+            f"Proved on {anatomy.proved_at[:10]}; {anatomy.repeated} identities held again in {anatomy.seconds:.1f} s "
+            "(--again proves all anew)."
+        )
+    console.print(f"Batches: {way}. {when}", markup=False)

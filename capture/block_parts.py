@@ -23,7 +23,7 @@ from microtome.capture.head_layout import (
 from microtome.capture.linear_maps import last_linear, linear_maps
 from microtome.capture.opgraph import OpGraph
 from microtome.capture.plain_hooks import plain_hooks
-from microtome.capture.routers import find_router
+from microtome.capture.routers import Router, find_router
 from microtome.capture.sites import Site
 from microtome.capture.trunk import Chain, Norms, NotWalkable, Walk
 
@@ -118,10 +118,12 @@ def _maker(graph: OpGraph, chain: Chain, k: int) -> Point | None:
     """Where the stream that a block is given at several arguments is made: the one place to edit it."""
     if k > 0:
         return graph.point(chain.calls[k - 1], "out", chain.exit)
-    node, first = chain.entry_node(graph, k), chain.calls[k]
-    same = lambda n: graph.source(n) == graph.source(node) and graph.nodes[n].value.shape == graph.nodes[node].value.shape
-    made = [(i, s) for i, call in enumerate(graph.calls[:first]) for s, n in call.outputs.items() if same(n)]
-    return graph.point(made[0][0], "out", made[0][1]) if made else None
+    node, shape = graph.source(chain.entry_node(graph, k)), graph.nodes[chain.entry_node(graph, k)].value.shape
+    for number, call in enumerate(graph.calls[: chain.calls[k]]):
+        for slot, made in call.outputs.items():
+            if graph.source(made) == node and graph.nodes[made].value.shape == shape:
+                return graph.point(number, "out", slot)
+    return None
 
 
 def _projection_input(walk: Walk, term: int) -> Point | None:
@@ -177,8 +179,9 @@ def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles:
             what = WHAT_ROLES_DO[role]
             parts.refuse(kind, f"{len(found)} terms of the block {what}; one was expected")
     _add_mlp_act(parts, graph, walk, mlps)
-    if len(mlps) == 1:
-        _add_router(parts, graph, walk, mlps[0])
+    routers = [router for i in mlps if (router := find_router(graph, walk.behind(i))) is not None]
+    if len(routers) == 1:
+        _add_router(parts, graph, walk, routers[0])
     _add_resid_mid(parts, graph, walk, width, mixers, mlps, block)
 
 
@@ -225,9 +228,7 @@ def _add_mlp_act(parts: BlockParts, graph: OpGraph, walk: Walk, mlps: list[int])
     parts.taps.append(Tap(parts.block.site("mlp_act"), point, width=value.shape[-1], rows_of=rows_of))
 
 
-def _add_router(parts: BlockParts, graph: OpGraph, walk: Walk, mlp: int) -> None:
-    if (router := find_router(graph, walk.behind(mlp))) is None:
-        return
+def _add_router(parts: BlockParts, graph: OpGraph, walk: Walk, router: Router) -> None:
     value = next(
         graph.nodes[call.outputs[router.logits.slot]].value
         for number, call in enumerate(graph.calls)

@@ -388,8 +388,8 @@ def _refusal(tap: Tap, proof: Proof) -> str:
 
     kind = tap.site.kind
     rests_on = [(name, at(other)) for name, other in _RESTS_ON.get(kind, [])]
-    if kind == "z" and proof.precision == "quantised":  # z is what it is, however the projection then rounds it
-        rests_on = [("head split", at("z"))]
+    if proof.precision == "quantised":  # z and the neurons are what they are, however the map after them rounds
+        rests_on = [("head split", at("z"))] if kind == "z" else [what for what in rests_on if what[0] != "act sum"]
     if tap.point.side == "seam":
         rests_on.append(("fires", proof.seam_label(tap.point)))
     elif tap.point.side != "cache":

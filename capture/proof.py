@@ -287,28 +287,34 @@ class Proof:
 
     def _check_router(self, block: Block) -> None:
         tap = self.taps.get(block.site("router"))
-        mlp = next((c for c in block.contributions if c.role == "mlp"), None)
-        if tap is None or mlp is None:
+        if tap is None:
             return
         rows = self.values[block.entry].shape[:2]
-        logits, term = self.values[tap.point].reshape(*rows, -1), self.values[mlp.point].reshape(*rows, -1)
+        logits = self.values[tap.point].reshape(*rows, -1)
         raised = torch.zeros_like(logits)
         raised[:, POSITION, 1] = 4 * logits.abs().max()
         module = self.model.get_submodule(tap.point.module)
         if tap.edited_at is not None:
             into = self.values[tap.edited_at]
             weight, bias = router_map(module, tap.point.slot, into)
-            self._note(
-                "router sum", tap.site, _relative((into @ weight + bias).reshape(logits.shape), logits), self.sums
-            )
+            found = (into @ weight + bias).reshape(logits.shape)
+            self._note("router sum", tap.site, _relative(found, logits), self.sums)
             push = (raised @ torch.linalg.pinv(weight.float()).to(weight)).reshape(into.shape)
             edit = {tap.edited_at: lambda x: x + push}
         else:
             self._note("router sum", tap.site, 0.0, self.sums, "the linear map itself")
             edit = {tap.point: lambda x: x + raised.reshape(x.shape)}
-        seen: list[Tensor] = []
-        self._replay(block, {**edit, mlp.point: lambda x: seen.append(x.detach().clone())})
-        moved = (seen[0].reshape(term.shape) - term).abs().amax(-1) > SMALL * term.abs().max()
+        moved = torch.zeros(rows, dtype=torch.bool, device=logits.device)
+
+        def compare(point: Point) -> Callable[[Tensor], None]:
+            def hook(x: Tensor) -> None:
+                term = self.values[point].reshape(*rows, -1)
+                far = (x.reshape(term.shape) - term).abs().amax(-1) > SMALL * term.abs().max()
+                moved.logical_or_(far)
+
+            return hook
+
+        self._replay(block, edit | {c.point: compare(c.point) for c in block.contributions if c.role == "mlp"})
         elsewhere = moved.clone()
         elsewhere[:, POSITION] = False
         wrong = int(elsewhere.sum()) + int(not moved[:, POSITION].any())

@@ -187,7 +187,9 @@ def test_twice_as_many_half_heads_are_refused(llama: nn.Module, anatomy: Anatomy
 
 def test_slices_behind_a_norm_across_heads_pass_the_sum_and_fail_causality() -> None:
     model, anatomy = family("bitnet")  # a norm over all of z before the projection
-    with pytest.raises(KeyError, match=r"are no heads: halving head 0 in the attention op moved 8 of its 8 columns and 24"):
+    with pytest.raises(
+        KeyError, match=r"are no heads: halving head 0 in the attention op moved 8 of its 8 columns and 24"
+    ):
         anatomy.tap("z.1")
     assert anatomy.tap("z_attn.1").head_count == 4  # what attention returns, before the norm, has heads
     projection = "model.layers.1.self_attn.o_proj"
@@ -726,5 +728,5 @@ def test_no_lens_is_proved_on_the_last_positions_logits(before: bool) -> None:
 
 @pytest.mark.parametrize("before", [True, False], ids=["cut before", "cut after"])
 def test_the_last_positions_logits_are_not_offered_as_those_of_every_position(before: bool) -> None:
-    with pytest.raises(KeyError, match="logits is not available .* not a value for each position"):
+    with pytest.raises(KeyError, match=r"logits is not available .* not a value for each position"):
         last_position(before).tap("logits")

@@ -32,7 +32,11 @@ def logits(model) -> torch.Tensor:
 
 def added(anatomy) -> str:
     """A site that every one of them offers and that changes the output."""
-    return next(f"{kind}.1" for kind in ("mlp_out", "attn_out", "mixer_out") if any(str(s) == f"{kind}.1" for s in anatomy.sites))
+    return next(
+        f"{kind}.1"
+        for kind in ("mlp_out", "attn_out", "mixer_out")
+        if any(str(s) == f"{kind}.1" for s in anatomy.sites)
+    )
 
 
 def test_an_edit_in_generate_reaches_every_row_and_every_step(family) -> None:

@@ -96,6 +96,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": D_MLP, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "bailing_hybrid": LATENT | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v3": LATENT | {"first_k_dense_replace": 1, "n_routed_experts": 4},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": {
         "text_config": DOTS3,
@@ -121,6 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": {}, "backbone_hidden_size": D_MODEL},
     "git": {"vision_config": {}},
     "got_ocr2": {"text_config": {}, "vision_config": {"output_channels": 8, "mlp_dim": D_MLP}},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": {
