@@ -7,7 +7,6 @@ xLSTM, RecurrentGemma) do not expose it.
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from microtome.capture.anatomy import Block, Identity, Point, Tap
+from microtome.capture.forward_arguments import accepted_arguments
 from microtome.capture.plain_hooks import plain_hooks
 from microtome.capture.sites import Site
 
@@ -86,7 +86,7 @@ class RecurrentStates:
                 hook = self.model.get_submodule(path).register_forward_hook(watch(path), with_kwargs=True)
                 handles.callback(hook.remove)
             output = self.model(input_ids=self.ids, attention_mask=torch.ones_like(self.ids), use_cache=True)
-        accepted = inspect.signature(self.model.forward).parameters
+        accepted = accepted_arguments(self.model)
         for name, value in output.items():
             if isinstance(value, Cache):
                 self.cache_name = name if name in accepted or "cache" not in accepted else "cache"
@@ -126,7 +126,11 @@ class RecurrentStates:
     def _term(self, point: Point, ids: Tensor, cache: Cache | None) -> Tensor:
         """What a mixer adds, in the whole text or in a step from a cache."""
         seen: list[Tensor] = []
-        options = {"use_cache": False} if cache is None else {"use_cache": True, self.cache_name: cache}
+        options: dict[str, Any] = {"use_cache": False}
+        if cache is not None:
+            options = {"use_cache": True, self.cache_name: cache}
+            if "position_ids" in accepted_arguments(self.model):  # Bamba counts a step wrongly by itself
+                options["position_ids"] = torch.full_like(ids, self.ids.shape[1] - 1)
         with plain_hooks(self.model, {point: lambda x: seen.append(x.detach().clone())}):
             self.model(input_ids=ids, attention_mask=torch.ones_like(self.ids), **options)
         return seen[0]
