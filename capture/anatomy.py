@@ -70,6 +70,7 @@ class Tap:
         width: size of the value's last axis; 0 where it depends on the text (pattern).
         through: for `head_out` the output projection's path; for a `resid_mid` that is only read where the MLP
             reads it, the site whose edit stands for it. None otherwise.
+        after: for a `resid_mid`, how many hops of the block's trunk are before it; None: all before the MLP is added.
         edited_at: for a router that returns the logits it has already used, its input, where edits act.
         factor: number with which a contribution, or the one behind a `through` site, enters the stream.
         vectors: paths of parameters by which it is multiplied as well, coordinate by coordinate.
@@ -84,6 +85,7 @@ class Tap:
     head_count: int | None = None
     width: int = 0
     through: str | None = None
+    after: int | None = None
     edited_at: Point | None = None
     factor: float = 1.0
     vectors: tuple[str, ...] = ()

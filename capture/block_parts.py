@@ -267,33 +267,32 @@ def _add_resid_mid(
     steps = walk.steps
     at_mixer = next(i for i, s in enumerate(steps) if s.term == mixers[0])
     at_mlp = next(i for i, s in enumerate(steps) if s.term == mlps[0])
-    middle = steps[at_mlp].before
     if at_mlp < at_mixer:
         parts.refuse("resid_mid", "the MLP comes before the mixer in this block")
         return
-    if made := walk.makers.get(middle):
-        index, slot = min(made, key=lambda m: graph.calls[m[0]].path.count("."))
-        parts.taps.append(Tap(site, graph.point(index, "out", slot), width=width))
-        return
-    between = steps[at_mixer + 1 : at_mlp]
-    readers = [
-        (i, slot)
-        for i, call in enumerate(graph.calls)
-        if graph.is_inside(i, block) and i != block
-        for slot, node in call.inputs.items()
-        if graph.source(node) == graph.source(middle)
-    ]
-    factors = [s.factor for s in between if s.step == "scale"]
-    if not readers or any(s.step not in ("scale", "shift") for s in between):
-        parts.refuse("resid_mid", "no module takes or returns the stream between mixer and MLP")
-        return
-    factor = walk.terms[mixers[0]].factor
-    for other in factors:
-        factor = factor * other
-    through = str(parts.block.site(TERM_OF_ROLE[parts.block.contributions[mixers[0]].role]))
-    point = graph.point(readers[0][0], "in", readers[0][1])
-    tap = Tap(site, point, width=width, through=through, factor=factor.number, vectors=factor.vectors)
-    parts.taps.append(tap)
+    for after in range(at_mlp, at_mixer, -1):  # the latest stream between them that a module returns or takes
+        middle = steps[after - 1].after
+        if made := walk.makers.get(middle):
+            index, slot = min(made, key=lambda m: graph.calls[m[0]].path.count("."))
+            parts.taps.append(Tap(site, graph.point(index, "out", slot), width=width, after=after))
+            return
+        readers = [
+            graph.point(i, "in", slot)
+            for i, call in enumerate(graph.calls)
+            if graph.is_inside(i, block) and i != block
+            for slot, node in call.inputs.items()
+            if graph.source(node) == graph.source(middle)
+        ]
+        between = steps[at_mixer + 1 : after]
+        if readers and all(step.step in ("scale", "shift") for step in between):
+            factor = walk.terms[mixers[0]].factor
+            for step in between:
+                factor = factor * step.factor if step.step == "scale" else factor
+            through = str(parts.block.site(TERM_OF_ROLE[parts.block.contributions[mixers[0]].role]))
+            scaled = {"factor": factor.number, "vectors": factor.vectors}
+            parts.taps.append(Tap(site, readers[0], width=width, through=through, after=after, **scaled))
+            return
+    parts.refuse("resid_mid", "no module takes or returns the stream between mixer and MLP")
 
 
 @dataclass

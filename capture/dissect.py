@@ -367,7 +367,7 @@ def _whole_model_refusals(tail: Tail, embedding: Point | None) -> dict[Site, str
 
 # which identities (at which site) a kind rests on; {k} is the layer
 _RESTS_ON = {
-    "resid_mid": [("sum", "resid_post")],
+    "resid_mid": [("sum", "resid_post"), ("sum", "resid_mid")],
     "attn_out": [("sum", "resid_post"), ("edit", "attn_out"), ("role", "attn_out"), ("not empty", "attn_out")],
     "mlp_out": [("sum", "resid_post"), ("edit", "mlp_out"), ("role", "mlp_out"), ("not empty", "mlp_out")],
     "mixer_out": [("sum", "resid_post"), ("edit", "mixer_out"), ("role", "mixer_out"), ("not empty", "mixer_out")],

@@ -200,9 +200,11 @@ class Proof:
                 gap = _largest(self.values[a.exit] - self.values[b.entry])
                 self._note("chain", a.site("resid_post"), gap, 0.0)
 
-    def _formula(self, block: Block, entry: Tensor, contributions: list[Tensor], *, first: int = 0) -> Tensor:
+    def _formula(
+        self, block: Block, entry: Tensor, contributions: list[Tensor], *, hops: slice = slice(None)
+    ) -> Tensor:
         x = entry
-        for hop in block.hops[first:]:
+        for hop in block.hops[hops]:
             factor = coefficient(self.model, hop.factor, hop.vectors)
             if hop.step == "add":
                 x = x + factor * contributions[hop.contribution].reshape(x.shape)
@@ -253,18 +255,21 @@ class Proof:
             self._note("role", site, mixes != (role in ("attention", "mixer")), 0.0, note)
 
     def _check_resid_mid(self, block: Block) -> None:
-        """Where the stream between mixer and MLP is a module's output, it is written there with the MLP's term held."""
+        """The trunk up to the MLP; where it is a module's output there, it is written with the MLP's term held."""
         tap = self.taps.get(block.site("resid_mid"))
-        if tap is None or tap.through is not None:
+        if tap is None or not block.hops:
             return
-        i = next(i for i, c in enumerate(block.contributions) if c.role == "mlp")
-        first = next(n for n, hop in enumerate(block.hops) if hop.contribution == i)
         terms = [self.values[c.point] for c in block.contributions]
         middle = self.values[tap.point]
+        found = self._formula(block, self.values[block.entry], terms, hops=slice(0, tap.after))
+        self._note("sum", tap.site, _relative(found, middle), self.sums)
+        if tap.through is not None:
+            return
+        i = next(i for i, c in enumerate(block.contributions) if c.role == "mlp")
         noise = torch.randn(middle.shape, generator=torch.Generator().manual_seed(1)).to(middle)
         changed = middle + noise * middle.abs().mean()
         hooks = {tap.point: lambda x: changed.clone(), block.contributions[i].point: lambda x: terms[i].clone()}
-        expected = self._formula(block, changed, terms, first=first)
+        expected = self._formula(block, changed, terms, hops=slice(tap.after, None))
         self._note("edit", tap.site, _relative(self._replay(block, hooks), expected), self.edits)
 
     def _check_act(self, block: Block) -> None:

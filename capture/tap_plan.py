@@ -220,7 +220,7 @@ class _Places:
         block = next(b for b in self.anatomy.blocks if any(c.point == mixer for c in b.contributions))
         terms: dict[Point, float | Tensor] = {block.entry: 1.0}
         constant: float | Tensor = 0.0
-        for hop in block.hops:
+        for hop in block.hops[: tap.after]:
             factor = coefficient(self.model, hop.factor, hop.vectors)
             if hop.step == "norm":
                 raise ValueError(f"{tap.site} cannot be edited: the norm {hop.module!r} is on the trunk.")
