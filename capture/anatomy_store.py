@@ -77,7 +77,7 @@ def kept(key: str) -> tuple[Anatomy, Tail] | None:
         anatomy, tail = _made(json.loads(_file(key).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return anatomy, tail
+    return (anatomy, tail) if isinstance(anatomy, Anatomy) and isinstance(tail, Tail) else None
 
 
 def keep(key: str, anatomy: Anatomy, tail: Tail) -> None:

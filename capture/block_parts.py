@@ -272,12 +272,15 @@ def _add_resid_mid(
         return
     for after in range(at_mlp, at_mixer, -1):  # the latest stream between them that a module returns or takes
         middle = steps[after - 1].after
+        tapped = {"width": width, "after": after}
         if made := walk.makers.get(middle):
             index, slot = min(made, key=lambda m: graph.calls[m[0]].path.count("."))
-            parts.taps.append(Tap(site, graph.point(index, "out", slot), width=width, after=after))
+            is_flat = graph.nodes[graph.calls[index].outputs[slot]].value.ndim == 2
+            rows_of = parts.block.entry if is_flat else None
+            parts.taps.append(Tap(site, graph.point(index, "out", slot), rows_of=rows_of, **tapped))
             return
         readers = [
-            graph.point(i, "in", slot)
+            (graph.point(i, "in", slot), graph.nodes[node].value.ndim == 2)
             for i, call in enumerate(graph.calls)
             if graph.is_inside(i, block) and i != block
             for slot, node in call.inputs.items()
@@ -289,8 +292,10 @@ def _add_resid_mid(
             for step in between:
                 factor = factor * step.factor if step.step == "scale" else factor
             through = str(parts.block.site(TERM_OF_ROLE[parts.block.contributions[mixers[0]].role]))
+            point, is_flat = readers[0]
+            rows_of = parts.block.entry if is_flat else None
             scaled = {"factor": factor.number, "vectors": factor.vectors}
-            parts.taps.append(Tap(site, readers[0], width=width, through=through, after=after, **scaled))
+            parts.taps.append(Tap(site, point, through=through, rows_of=rows_of, **tapped, **scaled))
             return
     parts.refuse("resid_mid", "no module takes or returns the stream between mixer and MLP")
 

@@ -262,14 +262,15 @@ class Proof:
         terms = [self.values[c.point] for c in block.contributions]
         middle = self.values[tap.point]
         found = self._formula(block, self.values[block.entry], terms, hops=slice(0, tap.after))
-        self._note("sum", tap.site, _relative(found, middle), self.sums)
+        self._note("sum", tap.site, _relative(found.reshape(middle.shape), middle), self.sums)
         if tap.through is not None:
             return
         i = next(i for i, c in enumerate(block.contributions) if c.role == "mlp")
         noise = torch.randn(middle.shape, generator=torch.Generator().manual_seed(1)).to(middle)
         changed = middle + noise * middle.abs().mean()
         hooks = {tap.point: lambda x: changed.clone(), block.contributions[i].point: lambda x: terms[i].clone()}
-        expected = self._formula(block, changed, terms, hops=slice(tap.after, None))
+        after = changed.reshape(self.values[block.entry].shape)
+        expected = self._formula(block, after, terms, hops=slice(tap.after, None))
         self._note("edit", tap.site, _relative(self._replay(block, hooks), expected), self.edits)
 
     def _check_act(self, block: Block) -> None:

@@ -46,8 +46,24 @@ def test_family(name: str) -> None:
     assert not model._forward_hooks
     failed = {identity.site for identity in anatomy.proof if not identity.holds}
     assert not failed & {str(site) for site in anatomy.taps}, "a site is offered whose own identity failed"
+    _compare_shapes(name, model, anatomy)
     _compare_hidden_states(name, model, anatomy)
     _compare_alone_and_in_a_batch(name, model, anatomy)
+
+
+def _compare_shapes(name: str, model, anatomy) -> None:
+    """Every value is `[batch, position, (head,) width]`, whatever the shape of the tensor it is read from."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return
+    sites = [s for s in anatomy.sites if s.kind not in ("pattern", "state") and not s.stack]
+    streams = next(s for s in sites if s.kind == "resid_post")
+    with torch.no_grad(), taps(model, sites, anatomy=anatomy) as tape:
+        model(**(inputs(model) or TOKENS), **call_options(model))
+    for site in sites:
+        tap, value = anatomy.tap(site), tape[site]
+        heads = () if tap.head_count is None else (tap.head_count,)
+        rows = value.shape[:2] if site.kind == "embed" else tape[streams].shape[:2]
+        assert value.shape == (*rows, *heads, tap.width), site
 
 
 def _compare_hidden_states(name: str, model, anatomy) -> None:

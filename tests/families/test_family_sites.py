@@ -212,8 +212,9 @@ def test_attention_and_a_recurrence_side_by_side_are_two_terms() -> None:
 
 def test_neurons_of_a_model_that_runs_its_mlp_on_flat_tokens() -> None:
     model = built("opt")
-    before, after = run(model, ["mlp_act.1", "mlp_out.1"]), None
+    before = run(model, ["mlp_act.1", "mlp_out.1", "resid_mid.1", "resid_pre.1", "attn_out.1"])
     assert before["mlp_act.1"].shape == (2, 9, 48)
+    torch.testing.assert_close(before["resid_mid.1"], before["resid_pre.1"] + before["attn_out.1"])
     fc2 = model.get_submodule("model.decoder.layers.1.fc2")
     torch.testing.assert_close(fc2(before["mlp_act.1"]), before["mlp_out.1"])
     after = run(model, ["mlp_out.1"], {"mlp_act.1": lambda value: torch.ones_like(value)})
