@@ -71,7 +71,8 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     parts = BlockParts(block)
     parts.taps.append(Tap(block.site("resid_post"), exit, width=width))
     if entry is not None:
-        parts.taps.append(Tap(block.site("resid_pre"), entry, width=width))
+        entering = graph.nodes[chain.entry_node(graph, k)].value.shape[-1]
+        parts.taps.append(Tap(block.site("resid_pre"), entry, width=entering))
     else:
         parts.refuse("resid_pre", f"the block is given the stream {len(inputs)} times, and no module returns it")
     try:

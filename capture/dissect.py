@@ -6,6 +6,7 @@ position, head layouts and q, k, v columns by matching values at transformers' a
 is checked on a second batch with ordinary hooks (`microtome.capture.proof`); only what holds is offered.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Mapping
@@ -321,22 +322,15 @@ def _require_no_cache(graph: OpGraph, main: Chain) -> None:
 
 
 def _stack_names(graph: OpGraph, main: Chain, others: list[Chain]) -> list[str]:
-    """For each other stack the first part of its path that the main stack's has not, joined to the next if taken."""
+    """For each other stack the first part of its path that the main stack's has not; numbered from 2 if taken."""
     main_parts = graph.calls[main.calls[0]].path.split(".")
     names: list[str] = []
     for chain in others:
         parts = [part for part in graph.calls[chain.calls[0]].path.split(".") if not part.isdigit()]
-        start = next((i for i, part in enumerate(parts) if main_parts[i : i + 1] != [part]), 0)
-        taken = {"", *names, *KINDS}
-        name = next(
-            (
-                "_".join(parts[start:end])
-                for end in range(start + 1, len(parts) + 1)
-                if "_".join(parts[start:end]) not in taken
-            ),
-            "",
-        )
-        names.append(name or f"stack_{len(names) + 1}")
+        own = [part for i, part in enumerate(parts) if main_parts[i : i + 1] != [part]]
+        first = own[0] if own else "_".join(parts[-2:])  # the main stack's modules in an earlier pass of a loop
+        name = next(n for n in (first, *(f"{first}_{k}" for k in itertools.count(2))) if n not in {"", *names, *KINDS})
+        names.append(name)
     return names
 
 

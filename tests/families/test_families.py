@@ -62,7 +62,7 @@ def _compare_shapes(name: str, model, anatomy) -> None:
     for site in sites:
         tap, value = anatomy.tap(site), tape[site]
         heads = () if tap.head_count is None else (tap.head_count,)
-        rows = value.shape[:2] if site.kind == "embed" else tape[streams].shape[:2]
+        rows = value.shape[:2] if site.kind == "embed" or name == "swin" else tape[streams].shape[:2]  # swin has stages
         assert value.shape == (*rows, *heads, tap.width), site
 
 
