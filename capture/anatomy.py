@@ -373,7 +373,7 @@ class Anatomy:
                 f"0 to {layers - 1}."
             )
         stacks = sorted({s.stack for s in self.taps if s.stack != site.stack and s.kind == site.kind})
-        hint = f"Name a stack: {', '.join(f'{s}.{site.kind}' for s in stacks)}. " if stacks else ""
+        hint = f"Name a stack: {', '.join(f'{s}.{site.kind}'.lstrip('.') for s in stacks)}. " if stacks else ""
         raise KeyError(
             f"This {self.model_class} offers no site {str(site)!r}. {hint}"
             f"{near_matches(str(site), map(str, self.taps))} "

@@ -1,24 +1,31 @@
 """Anatomies kept on disk, so that a model of a known make is not dissected again in every process.
 
 What a model is made of follows from its code and configuration, not from its weights, so the key is a hash of both: the
-classes, paths and plain attributes of all modules, names, shapes, types and devices of parameters and buffers, the
-configuration, the attention setting, the versions of torch and transformers, and the source of this package and of
-classes from elsewhere. A model with hooks or forwards of its own on a module has no key. An anatomy from the store is
-used only after the cheap identities (fires, chain, sum, not empty, tail, null edit, seam parity) held again here.
+classes, paths and plain attributes of all modules, names, shapes, types and devices of parameters and buffers, values
+of whole-number buffers, the configuration, the attention setting, the versions of the packages, the source of this one,
+and the compiled code of every function in the files of the model's classes as it is in this process. Only models made
+of classes of torch, transformers and PEFT have a key, and only without hooks or forwards of their own on a module.
+
+An anatomy is kept only if every identity held and no weight matrix is constant, so that nothing is refused to others
+for the sake of one checkpoint; it is used only after the cheap identities (fires, chain, sum, not empty, tail, null
+edit, seam parity) held again here.
 """
 
 import dataclasses
 import hashlib
 import inspect
 import json
+import sys
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from microtome.capture.anatomy import Anatomy, Block, Contribution, HeadColumns, Hop, Identity, Point, Tap
 from microtome.capture.batches import PaddingRecipe
@@ -32,58 +39,70 @@ _CLASSES = {
     c.__name__: c
     for c in (Anatomy, Block, Contribution, HeadColumns, Hop, Identity, PaddingRecipe, Point, Site, Tail, Tap)
 }
-_VERSIONED = ("torch", "transformers", "microtome")  # their versions or sources are in every key
+_VERSIONED = ("torch", "transformers", "peft", "microtome")  # their versions or sources are in every key
+_STANDARD = ("builtins", "abc", "typing")
 
 
 def anatomy_key(model: nn.Module, inputs: Mapping[str, Any] | None) -> str | None:
     """The hash under which a model's anatomy is kept; None for a model whose forward cannot be told from its make."""
-    modules = []
-    sources: dict[str, str] = {}
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return None
+    modules, files = [], set()
     for path, module in model.named_modules(remove_duplicate=False):
         foreign = [h for held in (module._forward_hooks, module._forward_pre_hooks) for h in held.values()]
+        kinds = {base for base in type(module).__mro__ if base is not object}
         if "forward" in vars(module) or any(hook not in HOOKS for hook in foreign):
             return None
+        if any(callable(v) and hasattr(v, "__code__") for k, v in vars(module).items() if hasattr(type(module), k)):
+            return None  # a method replaced on the module itself
+        if not all(base.__module__.partition(".")[0] in (*_VERSIONED, *_STANDARD) for base in kinds):
+            return None
+        files |= {base.__module__ for base in kinds if base.__module__.startswith("transformers.models")}
         kind = type(module)
-        if kind.__module__.partition(".")[0] not in _VERSIONED:
-            if (source := _source_sha256(kind)) is None:
-                return None
-            sources[f"{kind.__module__}.{kind.__qualname__}"] = source
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str)) and k != "training"}
-        modules.append([path, kind.__module__, kind.__qualname__, sorted(plain.items())])
+        plain = {k: v for k, v in vars(module).items() if k != "training" and _is_plain(v)}
+        modules.append([path, kind.__module__, kind.__qualname__, sorted((k, repr(v)) for k, v in plain.items())])
     tensors = [
         [name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type]
         for held in (model.named_parameters(), model.named_buffers())
         for name, tensor in held
     ]
+    whole = [[name, b.tolist()] for name, b in model.named_buffers() if not b.is_floating_point() and not b.is_meta]
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", None)
     described = {
         "modules": modules,
-        "sources": sources,
+        "code": {file: _code_sha256(file) for file in sorted(files)},
         "tensors": tensors,
+        "whole numbers": whole,
         "config": config.to_dict() if hasattr(config, "to_dict") else repr(config),
         "attention": str(getattr(attention, "beside", attention)),
         "inputs": None if inputs is None else {k: str(getattr(v, "dtype", v)) for k, v in inputs.items()},
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "versions": [[name, version(name)] for name in _VERSIONED if name in sys.modules and name != "microtome"],
         "microtome": _own_sha256(),
     }
     return text_sha256(json.dumps(described, sort_keys=True, default=str))[:32]
 
 
 def kept(key: str) -> tuple[Anatomy, Tail] | None:
-    """The anatomy and tail under a key; None if there are none, or they cannot be read."""
+    """The anatomy and tail under a key; None if there are none, or the file is not what was written."""
     try:
-        anatomy, tail = _made(json.loads(_file(key).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
+        digest, _, text = _file(key).read_text(encoding="utf-8").partition("\n")
+    except (OSError, ValueError):
         return None
-    return (anatomy, tail) if isinstance(anatomy, Anatomy) and isinstance(tail, Tail) else None
+    return _made(json.loads(text)) if digest == text_sha256(text) else None
 
 
-def keep(key: str, anatomy: Anatomy, tail: Tail) -> None:
-    """Write an anatomy and its tail; a folder that cannot be written to is no error, the next process proves again."""
+def keep(key: str, model: nn.Module, anatomy: Anatomy, tail: Tail) -> None:
+    """Write an anatomy and its tail if they hold for every model of this make.
+
+    A folder that cannot be written to is no error: the next process proves again.
+    """
+    is_degenerate = any(p.ndim > 1 and not p.is_meta and bool((p == p.flatten()[0]).all()) for p in model.parameters())
+    if is_degenerate or not all(identity.holds for identity in anatomy.proof):
+        return
+    text = json.dumps(_plain((anatomy, tail)))
     try:
-        write_atomically(_file(key), json.dumps(_plain((anatomy, tail))))
+        write_atomically(_file(key), f"{text_sha256(text)}\n{text}")
     except OSError:
         return
 
@@ -116,6 +135,14 @@ def _made(value: Any) -> Any:
     return kind(**fields)
 
 
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, type))
+
+
 @cache
 def _own_sha256() -> str:
     digest = hashlib.sha256()
@@ -124,13 +151,24 @@ def _own_sha256() -> str:
     return digest.hexdigest()
 
 
-@cache
-def _source_sha256(kind: type) -> str | None:
-    """Hash of the source of a class and its bases that are not in torch or transformers; None where it has none."""
-    known = (*_VERSIONED, "builtins", "abc", "typing")
-    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in known]
-    try:
-        files = {inspect.getsourcefile(base) or "" for base in bases}
-        return text_sha256("".join(Path(file).read_text(encoding="utf-8") for file in sorted(files)))
-    except (OSError, TypeError, ValueError):
-        return None
+def _code_sha256(file: str) -> str:
+    """Hash of all functions and methods that an imported file holds now, replaced ones included."""
+    digest = hashlib.sha256()
+    for name, value in sorted(vars(sys.modules[file]).items()):
+        owned = vars(value).items() if isinstance(value, type) and value.__module__ == file else [(name, value)]
+        for own, held in sorted(owned):
+            function = getattr(held, "__func__", getattr(held, "fget", held))
+            for layer in (function, inspect.unwrap(function) if callable(function) else None):
+                if isinstance(code := getattr(layer, "__code__", None), CodeType):
+                    digest.update(f"{name}.{own} {_described(code)}".encode())
+            if _is_plain(held) and not own.startswith("__"):
+                digest.update(f"{name}.{own}={held!r}".encode())
+    return digest.hexdigest()
+
+
+def _described(code: CodeType) -> str:
+    constants = [
+        _described(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
+        for c in code.co_consts
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"

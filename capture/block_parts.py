@@ -21,7 +21,7 @@ from microtome.capture.head_layout import (
     head_axes,
 )
 from microtome.capture.linear_maps import last_linear, linear_maps
-from microtome.capture.opgraph import OpGraph
+from microtome.capture.opgraph import OpGraph, Ref, map_tensors
 from microtome.capture.plain_hooks import plain_hooks
 from microtome.capture.routers import Router, find_router
 from microtome.capture.sites import Site
@@ -41,10 +41,15 @@ HEAD_KINDS = ("q", "k", "q_rot", "k_rot", "v", "z", "head_out", "pattern")
 
 @dataclass
 class BlockParts:
-    """One block's description, the linear maps behind its heads, the taps it could offer, and what it could not."""
+    """One block's description, the taps it could offer, and what it could not.
+
+    `linears` are the outputs of linear maps behind its heads, `mid_readers` where modules take the stream before the
+    MLP.
+    """
 
     block: Block
     linears: list[Point] = field(default_factory=list)
+    mid_readers: list[Point] = field(default_factory=list)
     taps: list[Tap] = field(default_factory=list)
     unavailable: dict[Site, str] = field(default_factory=dict)
 
@@ -64,13 +69,18 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     stream = graph.source(chain.entry_node(graph, k))
     inputs = tuple(graph.point(chain.calls[k], "in", s) for s, n in call.inputs.items() if graph.source(n) == stream)
     exit = graph.point(chain.calls[k], "out", chain.exit)
+    given: list[int] = []
+    map_tensors((call.args, call.kwargs), lambda r: given.append(r.node), Ref)
+    is_nested = sum(graph.source(n) == stream for n in given) > len(inputs)  # once more, inside a tuple or dict
     entry = inputs[0] if len(inputs) == 1 else _maker(graph, chain, k)
     layer, number = chain.label(graph, k)
     here = tuple(s for s in seams if graph.is_inside(s.call, chain.calls[k]))
     block = Block(call.path, entry or inputs[0], exit, inputs, layer=layer, stack=chain.stack, call=number)
     parts = BlockParts(block)
     parts.taps.append(Tap(block.site("resid_post"), exit, width=width))
-    if entry is not None:
+    if is_nested:
+        parts.refuse("resid_pre", "the block is given the stream a second time inside a tuple or dict")
+    elif entry is not None:
         entering = graph.nodes[chain.entry_node(graph, k)].value.shape[-1]
         parts.taps.append(Tap(block.site("resid_pre"), entry, width=entering))
     else:
@@ -78,9 +88,14 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     try:
         walk = Walk(graph, chain.calls[k], chain.entry_node(graph, k), chain.exit_node(graph, k), norms)
     except NotWalkable as reason:
-        for kind in (*TERM_KINDS, *HEAD_KINDS):
+        parts.taps.clear()
+        for kind in ("resid_pre", "resid_post", *TERM_KINDS, *HEAD_KINDS):
             parts.refuse(kind, f"the stream could not be followed through the block: {reason}")
         return parts
+    if not walk.terms:
+        parts.taps.clear()
+        for kind in ("resid_pre", "resid_post"):
+            parts.refuse(kind, "the block adds nothing to what it is given: there is no residual stream")
     behind = [walk.behind(i) for i in range(len(walk.terms))]
     ops = [attention_ops(graph, nodes, walk.shape) for nodes in behind]
     seams_of = [tuple(s for s in here if any(n.index == s.z for n in nodes)) for nodes in behind]
@@ -101,9 +116,10 @@ def block_parts(graph: OpGraph, chain: Chain, k: int, seams: list[SeamRecord], n
     hops = tuple(Hop(s.step, s.term, s.factor.number, s.module, s.factor.vectors) for s in walk.steps)
     mixers = [i for i, role in enumerate(roles) if role in MIXERS]
     mlps = [i for i, role in enumerate(roles) if role == "mlp"]
-    is_parallel = bool(
-        len(mixers) == len(mlps) == 1 and walk.terms[mlps[0]].node not in graph.descendants(walk.terms[mixers[0]].node)
-    )
+    is_parallel = False
+    if len(mixers) == len(mlps) == 1:
+        mixer, mlp = walk.terms[mixers[0]].node, walk.terms[mlps[0]].node
+        is_parallel = mlp not in graph.descendants(mixer) and mixer not in graph.descendants(mlp)
     parts.block = replace(block, contributions=contributions, hops=hops, is_parallel=is_parallel)
     _add_terms(parts, graph, walk, width, roles, chain.calls[k])
     with_heads = [i for i in mixers if roles[i] == "attention"] or mixers
@@ -180,10 +196,12 @@ def _add_terms(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, roles:
             what = WHAT_ROLES_DO[role]
             parts.refuse(kind, f"{len(found)} terms of the block {what}; one was expected")
     _add_mlp_act(parts, graph, walk, mlps)
+    _add_resid_mid(parts, graph, walk, width, mixers, mlps, block)
+    if any(tap.site.kind == "mlp_act" for tap in parts.taps):  # neurons that alone decide: no experts
+        return
     routers = [router for i in mlps if (router := find_router(graph, walk.behind(i))) is not None]
     if len(routers) == 1:
         _add_router(parts, graph, walk, routers[0])
-    _add_resid_mid(parts, graph, walk, width, mixers, mlps, block)
 
 
 def _are_side_by_side(graph: OpGraph, walk: Walk, terms: list[int]) -> bool:
@@ -192,7 +210,8 @@ def _are_side_by_side(graph: OpGraph, walk: Walk, terms: list[int]) -> bool:
     depends = any(b in graph.descendants(a) for a in nodes for b in nodes if a != b)
     shapes = {graph.nodes[n].value.shape for n in nodes}
     vectors = {walk.terms[i].factor.vectors for i in terms}
-    return not depends and (len(terms) == 1 or len(shapes) == 1) and len(vectors) == 1
+    is_alike = shapes == {walk.shape} and len(vectors) == 1
+    return not depends and (len(terms) == 1 or is_alike)
 
 
 def _term_tap(parts: BlockParts, graph: OpGraph, walk: Walk, width: int, terms: list[int], kind: str) -> Tap:
@@ -271,6 +290,7 @@ def _add_resid_mid(
     if at_mlp < at_mixer:
         parts.refuse("resid_mid", "the MLP comes before the mixer in this block")
         return
+    routed = {r.input for i in mlps if (r := find_router(graph, walk.behind(i))) is not None}
     for after in range(at_mlp, at_mixer, -1):  # the latest stream between them that a module returns or takes
         middle = steps[after - 1].after
         tapped = {"width": width, "after": after}
@@ -287,6 +307,8 @@ def _add_resid_mid(
             for slot, node in call.inputs.items()
             if graph.source(node) == graph.source(middle)
         ]
+        parts.mid_readers = [point for point, _ in readers]
+        readers = [reader for reader in readers if reader[0] not in routed]  # a router's input is edited by itself
         between = steps[at_mixer + 1 : after]
         if readers and all(step.step in ("scale", "shift") for step in between):
             factor = walk.terms[mixers[0]].factor
@@ -299,6 +321,15 @@ def _add_resid_mid(
             parts.taps.append(Tap(site, point, through=through, rows_of=rows_of, **tapped, **scaled))
             return
     parts.refuse("resid_mid", "no module takes or returns the stream between mixer and MLP")
+
+
+def _of_their_own(
+    found: dict[str, tuple[Point, HeadColumns] | None],
+) -> dict[str, tuple[Point, HeadColumns] | None]:
+    """Columns that queries, keys or values share with one another (values that are the keys) are nobody's."""
+    taken = {k: {(f[0], c) for c in f[1].columns.flatten().tolist()} for k, f in found.items() if f is not None}
+    shared = {k for k in taken if any(taken[k] & taken[other] for other in taken if other != k)}
+    return {kind: None if kind in shared else f for kind, f in found.items()}
 
 
 @dataclass
@@ -396,8 +427,9 @@ class _Heads:
             self.parts.refuse(kind, silent)
         if seams or len(ops) != 1 or not any(t.site.kind == "z" for t in self.parts.taps):
             return
-        for kind, node, width in ops[0].parts(self.graph):
-            if (found := self._before(node, self.block, ops[0].heads, width)) is None:
+        before = {k: self._before(n, self.block, ops[0].heads, w) for k, n, w in ops[0].parts(self.graph)}
+        for kind, found in _of_their_own(before).items():
+            if found is None:
                 self.parts.refuse(kind, f"{silent}, and no module output holds the {kind} heads as columns")
                 continue
             del self.parts.unavailable[self.parts.block.site(kind)]
@@ -410,9 +442,11 @@ class _Heads:
     def _add_at_seam(self, seam: SeamRecord) -> None:
         q_heads = self.graph.nodes[seam.q].value.shape[1]
         self.parts.taps.append(Tap(self.parts.block.site("pattern"), seam.point("pattern"), head_count=q_heads))
-        for kind, node in (("q", seam.q), ("k", seam.k), ("v", seam.v)):
-            _, heads, _, d_head = self.graph.nodes[node].value.shape
-            found = self._before(node, seam.call, heads, d_head)
+        shapes = {k: self.graph.nodes[n].value.shape for k, n in (("q", seam.q), ("k", seam.k), ("v", seam.v))}
+        nodes = {"q": seam.q, "k": seam.k, "v": seam.v}
+        before = {k: self._before(nodes[k], seam.call, shape[1], shape[3]) for k, shape in shapes.items()}
+        for kind, found in _of_their_own(before).items():
+            _, heads, _, d_head = shapes[kind]
             at_seam = seam.point(kind)
             if found is not None and found[1].heads == heads:
                 self.tap(kind, found[0], found[1], heads, d_head)

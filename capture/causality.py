@@ -117,6 +117,52 @@ class HalvedHead(TorchFunctionMode):
         return output
 
 
+class ScaledHeads(TorchFunctionMode):
+    """Multiplies each head by a number of its own in the first attention op it sees; `done` as in `HalvedHead`."""
+
+    def __init__(self, factors: Tensor, batch: int):
+        super().__init__()
+        self.factors, self.batch, self.done = factors, batch, False
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if self.done or name not in ("scaled_dot_product_attention", "softmax", "_softmax"):
+            return output
+        factors = self.factors.to(output)
+        if output.ndim == 4 and output.shape[1] == len(factors):
+            self.done = True
+            return output * factors[:, None, None]
+        if output.ndim == 3 and len(output) == self.batch * len(factors):
+            self.done = True
+            return output * factors.repeat(self.batch)[:, None, None]
+        return output
+
+
+def heads_in_order(run: Run, into: Point, x: Tensor, heads: HeadColumns) -> tuple[int, str]:
+    """How many columns of z follow another head than their own when each is scaled by its own number in attention.
+
+    Columns that do not follow in proportion (behind a norm) say nothing.
+    """
+    factors = torch.linspace(1.25, 1.75, heads.heads)
+    seen: list[Tensor] = []
+    with ScaledHeads(factors, len(x)) as scaled:
+        run({into: lambda t: seen.append(t.detach().clone())})
+    if not scaled.done or heads.heads < 2:
+        return 0, "no attention op has this many heads"
+    before, after = x.flatten(0, -2).double(), seen[0].flatten(0, -2).double()
+    ratio = (after * before).sum(0) / before.pow(2).sum(0).clamp(min=1e-300)
+    follows = (after - ratio * before).norm(dim=0) <= 0.02 * after.norm(dim=0)
+    owner = torch.empty(x.shape[-1], dtype=torch.long)
+    for head, columns in enumerate(heads.columns):
+        owner[columns] = head
+    distance = (ratio.cpu()[:, None] - factors.double()[None]).abs()
+    near = distance.min(1).values < 0.25 * float(factors[1] - factors[0])
+    wrong = follows.cpu() & near & (distance.argmin(1) != owner)
+    told = int((follows.cpu() & near).sum())
+    return int(wrong.sum()), f"{told} of {x.shape[-1]} columns followed one head's number, {int(wrong.sum())} another's"
+
+
 def moved_columns(run: Run, hooks: Hooks, into: Point, x: Tensor) -> Tensor:
     """Which columns `[column]` of the projection's input differ from `x` when the block runs with these hooks."""
     seen: list[Tensor] = []

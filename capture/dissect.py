@@ -36,7 +36,8 @@ from microtome.capture.sites import KINDS, Site
 from microtome.capture.tail import Tail, find_tail, token_embedding
 from microtome.capture.trunk import Chain, Norms, find_chains
 
-_KNOWN: "WeakKeyDictionary[nn.Module, tuple[Anatomy, list[ReferenceType[nn.Module]]]]" = WeakKeyDictionary()
+_Known = tuple[Anatomy, list[ReferenceType[nn.Module]], frozenset[str]]
+_KNOWN: "WeakKeyDictionary[nn.Module, _Known]" = WeakKeyDictionary()
 _DISSECTING = threading.RLock()  # one at a time: recording hooks every module
 
 
@@ -64,24 +65,27 @@ def dissect(
             a key-value cache of its own (prefix tuning), or with activations that are no plain tensors.
     """
     module = model.module if isinstance(model, LoadedModel) else model
-    if not again and (known := _known(module)) is not None:  # no waiting for another model's dissection
+    given = frozenset(inputs or ())
+    if not again and (known := _known(module, given)) is not None:  # no waiting for another model's dissection
         return known
     with _DISSECTING:
-        if again or _known(module) is None:
+        if again or _known(module, given) is None:
             outer = ACTIVE.set(())
             try:
                 with torch.inference_mode(False), torch.no_grad():
                     anatomy = _anatomy(module, inputs, again)
             finally:
                 ACTIVE.reset(outer)
-            _KNOWN[module] = anatomy, [ref(part) for part in _parts(module)]
+            _KNOWN[module] = anatomy, [ref(part) for part in _parts(module)], given
         return _KNOWN[module][0]
 
 
-def _known(module: nn.Module) -> Anatomy | None:
-    """What was found before, if the module still consists of the same modules."""
+def _known(module: nn.Module, given: frozenset[str]) -> Anatomy | None:
+    """What was found before, if the module still has the same modules and was given these inputs (or any, for none)."""
     known = _KNOWN.get(module)
-    return known[0] if known is not None and _is_made_of(module, known[1]) else None
+    if known is None or not _is_made_of(module, known[1]) or (given and given != known[2]):
+        return None
+    return known[0]
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
@@ -103,7 +107,7 @@ def _anatomy(model: nn.Module, inputs: Mapping[str, Any] | None, again: bool) ->
         return held
     anatomy, tail = _dissect(model, batches)
     if key is not None:
-        keep(key, anatomy, tail)
+        keep(key, model, anatomy, tail)
     return anatomy
 
 
@@ -133,7 +137,8 @@ def _dissect(model: nn.Module, batches: tuple[dict[str, Any], dict[str, Any]]) -
     embedding = token_embedding(graph, batches[0].get("decoder_input_ids", batches[0].get("input_ids")))
     taps = [tap for part in parts for tap in part.taps] + _whole_model_taps(graph, tail, embedding)
     linears = {part.block.site("z"): part.linears for part in parts if part.linears}
-    proof = Proof(model, [part.block for part in parts], taps, tail, batches[1], linears)
+    readers = {part.block.site("resid_mid"): part.mid_readers for part in parts}
+    proof = Proof(model, [part.block for part in parts], taps, tail, batches[1], linears, readers)
     unavailable = {site: reason for part in parts for site, reason in part.unavailable.items()}
     unavailable |= _whole_model_refusals(tail, embedding)
     ids = batches[1].get("input_ids")
@@ -143,10 +148,13 @@ def _dissect(model: nn.Module, batches: tuple[dict[str, Any], dict[str, Any]]) -
     taps += states.taps
     offered = {}
     for tap in taps:
-        if reason := _refusal(tap, proof):
-            unavailable[tap.site] = reason
-        else:
+        if not (reason := _refusal(tap, proof)):
             offered[tap.site] = tap
+        elif (at_seam := _at_seam(tap, proof)) is not None:
+            proof.forget(f"{tap.site.kind} edit", str(tap.site))
+            offered[tap.site] = at_seam
+        else:
+            unavailable[tap.site] = reason
     main = [part.block for part in parts if not part.block.stack]
     errors = _padding_errors(model, main[-1].exit, batches[1])
     anatomy = Anatomy(
@@ -169,9 +177,10 @@ def _dissect(model: nn.Module, batches: tuple[dict[str, Any], dict[str, Any]]) -
 
 
 def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Two batches of random token ids, three texts of unequal length each, right-padded under an explicit mask.
+    """Two batches of random token ids, texts of unequal length, right-padded under an explicit mask.
 
-    Batch and length differ from every small number in the model's shapes, so that axes can be told apart by size.
+    Batch and length differ from every small number in the model's shapes, so that axes can be told apart by size. The
+    batches differ in rows, length and padding, so that no factor that depends on them passes for a number.
 
     Raises:
         NotDissectable: the model does not take token ids, or has no token embedding.
@@ -185,19 +194,19 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
         )
     sizes = {n for p in model.parameters() for n in p.shape}
     sizes |= {n for n in vars(getattr(model, "config", embedding)).values() if isinstance(n, int)}
-    length = next(n for n in (11, 13, 17, 19, 23) if n not in sizes)
+    lengths = [n for n in (11, 13, 17, 19, 23, 29, 31) if n not in sizes]
     vocabulary = embedding.weight.shape[0]
     batches = []
-    for seed in (0, 1):
+    for seed, (rows, length) in enumerate(((3, lengths[0]), (4, lengths[1]))):
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(min(3, vocabulary - 1), vocabulary, (3, length), generator=generator)
+        ids = torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length), generator=generator)
         mask = torch.ones_like(ids)
-        mask[1, length - 4 :] = 0
+        mask[1, length - 4 - seed :] = 0
         mask[2, length - 2 :] = 0
         device = input_device(model)
         batch = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
         if "decoder_input_ids" in accepted and getattr(model.config, "is_encoder_decoder", False):
-            written = torch.randint(min(3, vocabulary - 1), vocabulary, (3, length - 2), generator=generator)
+            written = torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length - 2), generator=generator)
             batch["decoder_input_ids"] = written.to(device)
         batches.append(batch)
     return batches[0], batches[1]
@@ -329,8 +338,8 @@ def _stack_names(graph: OpGraph, main: Chain, others: list[Chain]) -> list[str]:
         parts = [part for part in graph.calls[chain.calls[0]].path.split(".") if not part.isdigit()]
         own = [part for i, part in enumerate(parts) if main_parts[i : i + 1] != [part]]
         first = own[0] if own else "_".join(parts[-2:])  # the main stack's modules in an earlier pass of a loop
-        name = next(n for n in (first, *(f"{first}_{k}" for k in itertools.count(2))) if n not in {"", *names, *KINDS})
-        names.append(name)
+        candidates = itertools.chain([first], (f"{first}_{k}" for k in itertools.count(2)))
+        names.append(next(name for name in candidates if name not in {"", *names, *KINDS}))
     return names
 
 
@@ -359,8 +368,19 @@ def _whole_model_refusals(tail: Tail, embedding: Point | None) -> dict[Site, str
     return refusals
 
 
-# which identities (at which site) a kind rests on; {k} is the layer
+def _at_seam(tap: Tap, proof: Proof) -> Tap | None:
+    """Values at the attention interface, where those of a module are also used for something else (Doge's mask)."""
+    pattern = proof.taps.get(replace(tap.site, kind="pattern"))
+    if tap.site.kind != "v" or pattern is None or tap.heads is None:
+        return None
+    other = replace(tap, point=replace(pattern.point, slot="v"), heads=None)
+    return None if _refusal(other, proof) else other
+
+
+# which identities (at which site) a kind rests on
 _RESTS_ON = {
+    "resid_pre": [("sum", "resid_post")],
+    "resid_post": [("sum", "resid_post")],
     "resid_mid": [("sum", "resid_post"), ("sum", "resid_mid")],
     "attn_out": [("sum", "resid_post"), ("edit", "attn_out"), ("role", "attn_out"), ("not empty", "attn_out")],
     "mlp_out": [("sum", "resid_post"), ("edit", "mlp_out"), ("role", "mlp_out"), ("not empty", "mlp_out")],
@@ -389,7 +409,7 @@ def _refusal(tap: Tap, proof: Proof) -> str:
     elif tap.point.side != "cache":
         rests_on.append(("fires", proof.label(tap.point)))
     if kind in ("z", "head_out"):
-        rests_on += proof.checked("head causality", at("z"))
+        rests_on += [*proof.checked("head causality", at("z")), ("head order", at("z"))]
         if tap.point.side == "seam":
             rests_on.append(("seam parity", at("z")))
     if kind == "z_attn":
@@ -404,6 +424,11 @@ def _refusal(tap: Tap, proof: Proof) -> str:
         rests_on += proof.checked("key groups", at("k"))
     if tap.point.side == "seam":
         rests_on.append(("seam parity", "logits"))
-    if kind == "resid_post" and tap.site.layer is not None:
+    if kind == "resid_post":
         rests_on += proof.checked("chain", str(tap.site))
+    if kind == "resid_pre":
+        rests_on += proof.stream_edits.get(tap.site.stack, [])
+    if kind in ("logits", "final_norm"):
+        rests_on += [("tail", "logits")] if any(i.name == "tail" for i in proof.record) else []
+    rests_on.append(("null edit", "logits"))
     return "; ".join(proof.failure(name, site) for name, site in rests_on if not proof.holds(name, site))

@@ -259,32 +259,27 @@ def affine_weight(module: nn.Module, like: Tensor) -> Float[Tensor, "d_in d_mode
     return rearrange(images[:, 1:] - images[:, :1], "1 d_in d_model -> d_in d_model")
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class RouterInput:
     """The tensor is a router's input x, of which the module chooses experts by itself; the value is the logits W x + b.
 
     Attributes:
         slot: which element of the module's output the logits are.
         of: where the logits' tokens lie in one axis, notes the `[batch, position]` they are.
-        maps: weight `[d_model, expert]`, its pseudo-inverse and the bias, made at the first use.
     """
 
     slot: int | str | None
     of: RowsOf | None
-    maps: tuple[Tensor, Tensor, Tensor] | None = None
 
     def present(self, tensor: Tensor, passing: Passing) -> Tensor:
-        if self.maps is None:
-            weight, bias = router_map(passing.module, self.slot, tensor)
-            self.maps = weight, torch.linalg.pinv(weight.float()).to(weight.dtype), bias
-        weight, _, bias = self.maps
+        weight, bias = router_map(passing.module, self.slot, tensor)
         logits = tensor @ weight + bias
         return logits if self.of is None else logits.reshape(*self.of.rows, -1)
 
     def add(self, tensor: Tensor, delta: Tensor, passing: Passing) -> Tensor:
-        if self.maps is None:
-            self.present(tensor, passing)
-        return tensor + delta.reshape(*tensor.shape[:-1], -1) @ self.maps[1]
+        weight = router_map(passing.module, self.slot, tensor)[0].detach()
+        inverse = torch.linalg.pinv(weight.float()).to(weight.dtype)
+        return tensor + delta.reshape(*tensor.shape[:-1], -1) @ inverse
 
     def put(self, tensor: Tensor, value: Tensor, passing: Passing) -> Tensor:
         return tensor
@@ -323,11 +318,13 @@ class StreamBetween:
     constant: float | Tensor = 0.0
 
     def present(self, tensor: Tensor, passing: Passing) -> Tensor:
-        own = self.factor * tensor + self.constant
-        return sum((factor * other.tensor.view_as(tensor) for other, factor in self.others), start=own)
+        return self.factor * tensor + self._rest(tensor)
+
+    def _rest(self, tensor: Tensor) -> Tensor | float:
+        return sum((factor * other.tensor.view_as(tensor) for other, factor in self.others), start=self.constant)
 
     def add(self, tensor: Tensor, delta: Tensor, passing: Passing) -> Tensor:
         return tensor + delta / self.factor
 
     def put(self, tensor: Tensor, value: Tensor, passing: Passing) -> Tensor:
-        return tensor
+        return (value - self._rest(tensor)) / self.factor

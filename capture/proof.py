@@ -3,16 +3,18 @@
     fires          every tapped module runs exactly once in a forward
     chain          resid_post.k is resid_pre.k+1, bit for bit
     sum            resid_post = trunk(resid_pre, contributions), with the factors that were found
+    stream edit    changing the stream where a block takes it is changing it where the block before returns it
     edit           the contributions replaced by their values, one changed at random, give what the formula says
     role           with the stream changed at one position a mixer moves at others too, an MLP there alone
     not empty      a contribution is at least 1e-3 of the stream, so that nothing above holds vacuously
     router sum     the router's weight times its input, plus the bias, is its logits
-    router edit    one expert's logit raised at one position moves what the MLP adds there and nowhere else
+    router edit    logits changed at one position are what they are meant to be, and move what the MLP adds there alone
     head sum       sum over heads of z_h W_O^h, plus the bias, is the output projection's output
     head split     quantised models: the output projection run on the z of all heads put together gives its output
     head causality halving one head's queries (or its pattern) moves that head's columns of z and no others; in a mixer
                    without attention, pushing columns of its linear maps that act on both ends of one head and on no
                    other moves exactly that head's columns
+    head order     each head scaled by its own number where attention returns it scales its columns of z by that number
     act sum        the MLP's neurons times its last weight, plus the bias, is its last linear map's output
     act decides    with the MLP's neurons held, a changed block input leaves what it adds as it was
     key groups     halving key head j moves z of the query heads j g .. j g + g - 1 and of no others
@@ -42,7 +44,7 @@ from torch import Tensor, nn
 
 from microtome.capture.anatomy import TERM_OF_ROLE, Block, Contribution, HeadColumns, Identity, Point, Tap, coefficient
 from microtome.capture.attention_seam import SeamCall
-from microtome.capture.causality import POSITION, SMALL, head_check, moved_columns, terms_move
+from microtome.capture.causality import POSITION, SMALL, head_check, heads_in_order, moved_columns, terms_move
 from microtome.capture.opgraph import elements, map_tensors
 from microtome.capture.padding import call_options
 from microtome.capture.plain_hooks import plain_hooks
@@ -71,10 +73,13 @@ class Proof:
         tail: Tail,
         batch: dict[str, Any],
         linears: Mapping[Site, Sequence[Point]] = MappingProxyType({}),
+        readers: Mapping[Site, Sequence[Point]] = MappingProxyType({}),
         *,
         is_quick: bool = False,
     ):
-        self.model, self.blocks, self.tail, self.batch, self.linears = model, blocks, tail, batch, linears
+        self.model, self.blocks, self.tail, self.batch = model, blocks, tail, batch
+        self.linears, self.readers = linears, readers
+        self.stream_edits: dict[str, list[tuple[str, str]]] = {}
         self.record: list[Identity] = []
         self._whole: dict[str, str] = {}
         self.points = list(
@@ -88,6 +93,8 @@ class Proof:
         self._check_whole()
         for block in blocks:
             self._check_sum(block)
+        for stack in dict.fromkeys(block.stack for block in blocks) if not is_quick else ():
+            self._check_stream_edits([block for block in blocks if block.stack == stack])
         for block in blocks if not is_quick else ():
             self._check_edits(block)
             self._check_resid_mid(block)
@@ -105,6 +112,10 @@ class Proof:
     def checked(self, name: str, site: str) -> list[tuple[str, str]]:
         """Every check of an identity at a site or its heads, as (name, site)."""
         return [(i.name, i.site) for i in self.record if i.name == name and self._whole.get(i.site) == site]
+
+    def forget(self, name: str, site: str) -> None:
+        """Take an identity at a site and its heads out of the record: it was about a tap that is not offered."""
+        self.record = [i for i in self.record if i.name != name or self._whole.get(i.site) != site]
 
     def failure(self, name: str, site: str) -> str:
         """One sentence on why an identity does not hold at a site."""
@@ -234,6 +245,20 @@ class Proof:
             site = block.site(TERM_OF_ROLE[contribution.role])
             self._note("not empty", site, max(0.0, 1e-3 - share), 0.0, f"{share:.3g} of the stream's norm")
 
+    def _check_stream_edits(self, blocks: list[Block]) -> None:
+        """At the second, a middle and the last block: changed where it comes in, or where the one before lets it go."""
+        pairs = [(a, b) for a, b in itertools.pairwise(blocks) if a.exit != b.entry and a.layer != b.layer]
+        for a, b in {id(pair): pair for pair in (pairs[:1] + pairs[len(pairs) // 2 :][:1] + pairs[-1:])}.values():
+            noise = torch.randn(self.values[b.entry].shape, generator=torch.Generator().manual_seed(6))
+            push = noise.to(self.values[b.entry]) * self.values[b.entry].abs().mean()
+            outputs = []
+            for point in (a.exit, b.entry):
+                with plain_hooks(self.model, {point: lambda x, push=push: x + push}):
+                    outputs.append(self._output(self.model(**self.batch, **call_options(self.model))))
+            site = b.site("resid_pre")
+            self._note("stream edit", site, _relative(outputs[1], outputs[0]), self.edits)
+            self.stream_edits.setdefault(b.stack, []).append(("stream edit", str(site)))
+
     def _check_edits(self, block: Block) -> None:
         entry = self.values[block.entry]
         terms = [self.values[c.point] for c in block.contributions]
@@ -263,15 +288,32 @@ class Proof:
         middle = self.values[tap.point]
         found = self._formula(block, self.values[block.entry], terms, hops=slice(0, tap.after))
         self._note("sum", tap.site, _relative(found.reshape(middle.shape), middle), self.sums)
-        if tap.through is not None:
-            return
         i = next(i for i, c in enumerate(block.contributions) if c.role == "mlp")
         noise = torch.randn(middle.shape, generator=torch.Generator().manual_seed(1)).to(middle)
         changed = middle + noise * middle.abs().mean()
+        if tap.through is not None:
+            self._check_mid_through(block, tap, block.contributions[i].point, changed - middle)
+            return
         hooks = {tap.point: lambda x: changed.clone(), block.contributions[i].point: lambda x: terms[i].clone()}
         after = changed.reshape(self.values[block.entry].shape)
         expected = self._formula(block, after, terms, hops=slice(tap.after, None))
         self._note("edit", tap.site, _relative(self._replay(block, hooks), expected), self.edits)
+
+    def _check_mid_through(self, block: Block, tap: Tap, mlp: Point, push: Tensor) -> None:
+        """The MLP adds the same whether the mixer's term is changed, or every place where the stream is then read."""
+        if (through := self.taps.get(Site.parse(tap.through or ""))) is None:
+            return
+        factor = coefficient(self.model, tap.factor, tap.vectors)
+        seen: list[Tensor] = []
+
+        def keep(x: Tensor) -> None:
+            seen.append(x.detach().clone())
+
+        self._replay(block, {through.point: lambda x: x + (push / factor).reshape(x.shape), mlp: keep})
+        read = {point: lambda x: x + push.reshape(x.shape) for point in self.readers.get(tap.site, ())}
+        self._replay(block, read | {mlp: keep})
+        error = _relative(seen[0], seen[1]) if read else 0.0
+        self._note("edit", tap.site, error, self.edits, "what the MLP adds, the stream changed before it")
 
     def _check_act(self, block: Block) -> None:
         tap = self.taps.get(block.site("mlp_act"))
@@ -298,7 +340,8 @@ class Proof:
         rows = self.values[block.entry].shape[:2]
         logits = self.values[tap.point].reshape(*rows, -1)
         raised = torch.zeros_like(logits)
-        raised[:, POSITION, 1] = 4 * logits.abs().max()
+        raised[:, POSITION] = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(5)).to(logits)
+        raised[:, POSITION] *= 4 * logits.abs().max()
         module = self.model.get_submodule(tap.point.module)
         if tap.edited_at is not None:
             into = self.values[tap.edited_at]
@@ -320,7 +363,15 @@ class Proof:
 
             return hook
 
-        self._replay(block, edit | {c.point: compare(c.point) for c in block.contributions if c.role == "mlp"})
+        after: list[Tensor] = []
+        terms = {c.point: compare(c.point) for c in block.contributions if c.role == "mlp"}
+        if tap.edited_at is not None:
+            terms[tap.point] = lambda x: after.append(x.detach().reshape(logits.shape))
+        self._replay(block, edit | terms)
+        if after:
+            self._note(
+                "router edit", tap.site, _relative(after[0], logits + raised), self.edits, "the logits themselves"
+            )
         elsewhere = moved.clone()
         elsewhere[:, POSITION] = False
         wrong = int(elsewhere.sum()) + int(not moved[:, POSITION].any())
@@ -341,10 +392,12 @@ class Proof:
             whole = self.model.get_submodule(out.point.module)(together)
             self._note("head split", block.site("z"), _relative(whole, self.values[out.point]), self.edits)
         linears = self.linears.get(block.site("z"), ())
+        run = lambda hooks: self._replay(block, hooks)  # noqa: E731
         for head in sorted({0, 1 % out.heads.heads, out.heads.heads - 1}):
-            run = lambda hooks: self._replay(block, hooks)  # noqa: E731
             wrong, note = head_check(run, mixer.projection, x, out.heads, head, linears)
             self._note("head causality", replace(block.site("z"), head=head), wrong, 0.0, note)
+        wrong, note = heads_in_order(run, mixer.projection, x, out.heads)
+        self._note("head order", block.site("z"), wrong, 0.0, note)
         if block.site("pattern") not in self.taps:
             for kind in ("q", "k", "v"):
                 if (tap := self.taps.get(block.site(kind))) is not None:
@@ -419,6 +472,7 @@ class Proof:
             tap = self.taps.get(block.site(kind))
             if tap is not None and tap.heads is not None:
                 self._check_columns(kind, block, path, tap, before)
+                self._check_only_way(kind, block, path, tap, before)
 
     def _moved_z_heads(
         self, block: Block, path: str, mixer: Contribution | None, out: Tap | None
@@ -466,6 +520,28 @@ class Proof:
             wrong = int(moved.sum()) - int(moved[head])
             note = f"moved heads {moved.nonzero().flatten().tolist()} at the attention interface"
             self._note(f"{kind} edit", replace(block.site(kind), head=head), wrong if moved[head] else 1, 0.0, note)
+
+    def _check_only_way(self, kind: str, block: Block, path: str, tap: Tap, before: Tensor) -> None:
+        """The columns of the first head act through the interface alone: put back there, nothing that mixes moves."""
+        module, name = self.model.get_submodule(path), {"q": "query", "k": "key", "v": "value"}[kind]
+        columns = tap.heads.columns[0]
+
+        def nudge(value: Tensor) -> Tensor:
+            flat = value.flatten(2).clone()
+            flat[..., columns] += value.abs().mean()
+            return flat.view(value.shape)
+
+        def restore(call: SeamCall) -> SeamCall:
+            return replace(call, **{name: before.clone()}) if call.module is module else call
+
+        mixers = [c.point for c in block.contributions if c.role == "attention"]
+        seen: dict[Point, Tensor] = {}
+        keep = {p: lambda x, p=p: seen.__setitem__(p, x.detach().clone()) for p in mixers}
+        with recorded_seam_calls(self.model, restore):
+            self._replay(block, {tap.point: nudge, **keep})
+        error = max((_relative(seen[p], self.values[p]) for p in seen), default=0.0)
+        note = "put back at the attention interface, what attention adds is as before"
+        self._note(f"{kind} edit", replace(block.site(kind), head=0), error, self.edits, note)
 
     def _check_tail(self) -> None:
         if self.tail.unembedding is None or self.tail.reason:

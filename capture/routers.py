@@ -55,8 +55,24 @@ def find_router(graph: OpGraph, behind: list[Node]) -> Router | None:
         return None
     (into,) = call.inputs
     chooses = slot is not None or len(call.outputs) > 1
+    if chooses and _uses_input_otherwise(graph, node):
+        return None
     logits = graph.point(node.call, "out", slot)
     return Router(logits, node.value.shape[-1], graph.point(node.call, "in", into) if chooses else None)
+
+
+def _uses_input_otherwise(graph: OpGraph, linear: Node) -> bool:
+    """Whether the module that holds a linear op uses its input for anything else, which an edit there would reach."""
+    call = graph.calls[linear.call]
+    same = {next(iter(call.inputs.values()))}
+    for node in graph.nodes[call.first : call.last]:
+        if same.isdisjoint(node.parents) or node.index == linear.index:
+            continue
+        parents = [p for p in node.parents if p in same]
+        if len(node.parents) > 1 or not graph.same_value(parents[0], node.index):
+            return True
+        same.add(node.index)
+    return False
 
 
 def router_map(module: nn.Module, slot: int | str | None, like: Tensor) -> tuple[Tensor, Tensor]:

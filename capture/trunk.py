@@ -18,6 +18,19 @@ from microtome.capture.opgraph import Call, Node, OpGraph, Ref, map_tensors
 
 ADDITIONS = {"add": 1.0, "__add__": 1.0, "__radd__": 1.0, "add_": 1.0, "__iadd__": 1.0, "sub": -1.0, "__sub__": -1.0}
 MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
+VIEWS = {
+    "expand_as",
+    "expand",
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "__getitem__",
+    "to",
+    "float",
+    "type_as",
+}
 DIVISIONS = {"div", "__truediv__", "div_", "true_divide", "__itruediv__", "__div__"}
 
 
@@ -197,19 +210,16 @@ class Walk:
         return None
 
     def _vector(self, index: int) -> str | None:
-        """Path of the parameter or buffer that a node repeats at every position, if it is one vector of the width."""
+        """Path of the parameter or buffer that a node repeats at every position: one number, or one vector."""
         value = self.graph.nodes[index].value
         while (path := self.graph.leaf_paths.get(index)) is None:
-            parents = self.graph.nodes[index].parents
-            if len(parents) == 2 and self.graph.nodes[index].op == "expand_as":
-                parents = parents[:1]
-            if len(parents) != 1:
+            node = self.graph.nodes[index]
+            if node.op not in VIEWS or not node.parents:
                 return None
-            index = parents[0]
+            index = node.parents[0]
         vector = self.graph.nodes[index].value.flatten()
-        width = self.shape[-1]
-        is_vector = len(vector) == width and value.numel() % width == 0
-        return path if is_vector and bool((value.reshape(-1, width) == vector).all()) else None
+        is_repeated = len(vector) in (1, self.shape[-1]) and value.numel() % len(vector) == 0
+        return path if is_repeated and bool((value.reshape(-1, len(vector)) == vector).all()) else None
 
     def _scaled(self, index: int) -> tuple[int, Factor] | None:
         """For a node that is another times what does not depend on the data: that node and the factor."""
@@ -223,9 +233,11 @@ class Walk:
         is_division = node.op in DIVISIONS
         if is_division and node.parents[0] != data[0]:
             return None
+        path = self._vector(fixed[0]) if fixed and not is_division else None
+        if path is not None:
+            return data[0], Factor(1.0, (path,))
         if fixed and self.graph.nodes[fixed[0]].value.numel() != 1:
-            path = None if is_division else self._vector(fixed[0])
-            return None if path is None else (data[0], Factor(1.0, (path,)))
+            return None
         (number,) = node.numbers or (float(self.graph.nodes[fixed[0]].value),)
         return data[0], Factor(1 / number if is_division else number)
 
