@@ -40,6 +40,7 @@ _CLASSES = {
     for c in (Anatomy, Block, Contribution, HeadColumns, Hop, Identity, PaddingRecipe, Point, Site, Tail, Tap)
 }
 _VERSIONED = ("torch", "transformers", "peft", "microtome")  # their versions or sources are in every key
+_NOT_ITS_MAKE = {*vars(nn.Module()), "name_or_path"}  # torch's own book-keeping, hooks included, and where it lies
 _STANDARD = ("builtins", "abc", "typing")
 
 
@@ -59,7 +60,7 @@ def anatomy_key(model: nn.Module, inputs: Mapping[str, Any] | None) -> str | Non
             return None
         files |= {base.__module__ for base in kinds if base.__module__.startswith("transformers.models")}
         kind = type(module)
-        plain = {k: v for k, v in vars(module).items() if k != "training" and _is_plain(v)}
+        plain = {k: v for k, v in vars(module).items() if k not in _NOT_ITS_MAKE and _is_plain(v)}
         modules.append([path, kind.__module__, kind.__qualname__, sorted((k, repr(v)) for k, v in plain.items())])
     tensors = [
         [name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type]
@@ -74,7 +75,9 @@ def anatomy_key(model: nn.Module, inputs: Mapping[str, Any] | None) -> str | Non
         "code": {file: _code_sha256(file) for file in sorted(files)},
         "tensors": tensors,
         "whole numbers": whole,
-        "config": config.to_dict() if hasattr(config, "to_dict") else repr(config),
+        "config": {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
+        if hasattr(config, "to_dict")
+        else repr(config),
         "attention": str(getattr(attention, "beside", attention)),
         "inputs": None if inputs is None else {k: str(getattr(v, "dtype", v)) for k, v in inputs.items()},
         "versions": [[name, version(name)] for name in _VERSIONED if name in sys.modules and name != "microtome"],

@@ -292,6 +292,8 @@ def _add_resid_mid(
         return
     routed = {r.input for i in mlps if (r := find_router(graph, walk.behind(i))) is not None}
     for after in range(at_mlp, at_mixer, -1):  # the latest stream between them that a module returns or takes
+        if any(step.step == "add" for step in steps[after:at_mlp]):
+            break
         middle = steps[after - 1].after
         tapped = {"width": width, "after": after}
         if made := walk.makers.get(middle):
@@ -300,21 +302,27 @@ def _add_resid_mid(
             rows_of = parts.block.entry if is_flat else None
             parts.taps.append(Tap(site, graph.point(index, "out", slot), rows_of=rows_of, **tapped))
             return
-        readers = [
-            (graph.point(i, "in", slot), graph.nodes[node].value.ndim == 2)
+        reading = [
+            (i, slot, node)
             for i, call in enumerate(graph.calls)
             if graph.is_inside(i, block) and i != block
             for slot, node in call.inputs.items()
             if graph.source(node) == graph.source(middle)
         ]
+        readers = [  # outermost: what is inside one of them reads what it was given
+            (graph.point(i, "in", slot), graph.nodes[node].value.ndim == 2)
+            for i, slot, node in reading
+            if not any(graph.is_inside(i, other) for other, _, _ in reading if other != i)
+        ]
         parts.mid_readers = [point for point, _ in readers]
         readers = [reader for reader in readers if reader[0] not in routed]  # a router's input is edited by itself
-        between = steps[at_mixer + 1 : after]
+        added = max(i for i, step in enumerate(steps[:after]) if step.term is not None)
+        between = steps[added + 1 : after]
         if readers and all(step.step in ("scale", "shift") for step in between):
-            factor = walk.terms[mixers[0]].factor
+            factor = walk.terms[steps[added].term].factor
             for step in between:
                 factor = factor * step.factor if step.step == "scale" else factor
-            through = str(parts.block.site(TERM_OF_ROLE[parts.block.contributions[mixers[0]].role]))
+            through = str(parts.block.site(TERM_OF_ROLE[parts.block.contributions[steps[added].term].role]))
             point, is_flat = readers[0]
             rows_of = parts.block.entry if is_flat else None
             scaled = {"factor": factor.number, "vectors": factor.vectors}

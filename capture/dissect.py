@@ -415,7 +415,7 @@ def _refusal(tap: Tap, proof: Proof) -> str:
     if kind == "z_attn":
         rests_on += proof.checked("head causality", at(kind)) or [("head causality", at(kind))]
     if kind == "resid_mid":
-        rests_on.append(("edit", tap.through or str(tap.site)))
+        rests_on += [("edit", str(tap.site)), ("edit", tap.through or str(tap.site))]
     if kind == "router":
         rests_on += [("router sum", str(tap.site)), ("router edit", str(tap.site))]
     if kind in ("q", "k", "v") and tap.heads is not None:

@@ -106,18 +106,22 @@ class RecurrentStates:
             plain = self._term(term, self.ids[:, -1:], copy.deepcopy(cache))[:, -1]
             error = float((plain - whole).abs().max() / whole.abs().max())
             self.record.append(Identity("state step", str(tap.site), error, self.limit, error <= self.limit))
-            noise = torch.randn(_state(cache, tap.point.slot).shape, generator=torch.Generator().manual_seed(4))
-            moved = []
-            for size in (0.0, 1.0):
+            held = _state(cache, tap.point.slot)
+            noise = 10 * held.abs().max() * torch.randn(held.shape, generator=torch.Generator().manual_seed(4)).to(held)
+
+            moves = []
+            for row, size in ((0, 0.0), (0, 1.0), (1, 1.0)):
                 changed = copy.deepcopy(cache)
-                state = _state(changed, tap.point.slot)
-                state[0] += size * (state.abs().mean() * noise[0].to(state)).to(state)
-                moved.append((self._term(term, self.ids[:, -1:], changed)[:, -1] - plain).abs().flatten(1).amax(1))
-            null, edited = moved
-            self.record.append(Identity("state null edit", str(tap.site), float(null.max()), 0.0, not bool(null.any())))
-            wrong = int(not bool(edited[0] > 1e-6 * plain.abs().max())) + int(edited[1:].count_nonzero())
-            note = f"the state of row 0 moved rows {edited.nonzero().flatten().tolist()}"
-            self.record.append(Identity("state edit", str(tap.site), float(wrong), 0.0, wrong == 0, note))
+                _state(changed, tap.point.slot)[row] += size * noise[row]
+                moves.append((self._term(term, self.ids[:, -1:], changed)[:, -1] - plain).abs().flatten(1).amax(1))
+            null = float(moves[0].max())
+            self.record.append(Identity("state null edit", str(tap.site), null, 0.0, null == 0))
+            rows = [(moved > 1e-6 * plain.abs().max()).nonzero().flatten().tolist() for moved in moves[1:]]
+            wrong = sum(row not in found for row, found in enumerate(rows)) == 2 or any(
+                set(found) - {row} for row, found in enumerate(rows)
+            )
+            note = f"the states of rows 0 and 1 moved rows {rows[0]} and {rows[1]}"
+            self.record.append(Identity("state edit", str(tap.site), float(wrong), 0.0, not wrong, note))
 
     def _cache(self) -> Cache:
         ids = self.ids[:, :-1]
