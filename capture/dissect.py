@@ -103,7 +103,7 @@ def _anatomy(model: nn.Module, inputs: Mapping[str, Any] | None, again: bool) ->
         raise NotDissectable(f"{type(model).__name__} is in training mode; call model.eval() first.")
     batches = probe_batches(model) if inputs is None else _given_batches(model, inputs)
     key = anatomy_key(model, inputs)
-    if key is not None and not again and (held := _held_again(model, key, batches[1])) is not None:
+    if key is not None and not again and (held := _held_again(model, key, batches[0])) is not None:
         return held
     anatomy, tail = _dissect(model, batches)
     if key is not None:
