@@ -62,6 +62,8 @@ def print_anatomy(console: "Console", loaded: LoadedModel, anatomy: Anatomy) -> 
 
     stacks = ", ".join(f"{layers} layers{f' in {name}' if name else ''}" for name, layers in anatomy.stacks.items())
     verdict = "proved in full" if anatomy.is_whole else "proved in part"
+    if anatomy.repeated:
+        verdict += f" on {anatomy.proved_at[:10]}, {anatomy.repeated} of {len(anatomy.proof)} identities repeated now"
     console.print(f"{loaded.provenance.name} ({anatomy.model_class}): {stacks}, d_model {anatomy.d_model}; {verdict}.")
     proof = Table("identity", "checked", "held", "largest error", "limit", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in identity_table(anatomy).itertuples():
@@ -77,8 +79,5 @@ def print_anatomy(console: "Console", loaded: LoadedModel, anatomy: Anatomy) -> 
         way = "no way of padding passed; texts run one by one"
     when = f"Found and proved in {anatomy.seconds:.1f} s."
     if anatomy.repeated:
-        when = (
-            f"Proved on {anatomy.proved_at[:10]}; {anatomy.repeated} identities held again in {anatomy.seconds:.1f} s "
-            "(--again proves all anew)."
-        )
+        when = f"A kept proof; the cheap identities held again in {anatomy.seconds:.1f} s (--again proves all anew)."
     console.print(f"Batches: {way}. {when}", markup=False)

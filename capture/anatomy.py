@@ -159,25 +159,25 @@ class Block:
         path: dotted path of its module.
         entry: where the stream comes in, or is made, where the block is given it at several arguments.
         exit: where it leaves.
-        inputs: the arguments by which it comes in; several where they are query, key and value of the same stream.
         contributions: its terms, in the order in which they are computed.
         hops: the trunk from entry to exit; empty when it could not be walked.
         is_parallel: whether the MLP reads the same stream as the mixer, so that there is no stream between them.
         layer: number of its module in the stack.
         stack: name of its stack, "" for the main one.
         call: number of its call in one forward, where its module runs several times; else None.
+        inputs: the arguments by which it comes in; several where they are query, key and value of the same stream.
     """
 
     path: str
     entry: Point
     exit: Point
-    inputs: tuple[Point, ...] = ()
     contributions: tuple[Contribution, ...] = ()
     hops: tuple[Hop, ...] = ()
     is_parallel: bool = False
     layer: int = 0
     stack: str = ""
     call: int | None = None
+    inputs: tuple[Point, ...] = ()
 
     def site(self, kind: str) -> Site:
         """The site of that kind in this block."""
@@ -194,6 +194,17 @@ class Identity:
     limit: float
     holds: bool
     note: str = ""
+
+
+# kinds that most blocks have nothing for
+_WHERE = {
+    "z_attn": "where a gate or norm follows what transformers' attention interface returns",
+    "mixer_out": "where a block mixes positions without a softmax over them",
+    "state": "where a mixer keeps a recurrent state in transformers' cache",
+    "router": "where an MLP chooses experts",
+    "cross_out": "where a block reads another sequence",
+    "extra_out": "where a block adds another input at its own position",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -361,6 +372,12 @@ class Anatomy:
         return pd.DataFrame([vars(identity) for identity in self.proof])
 
     def _refuse(self, site: Site) -> None:
+        offered_there = any((s.kind, s.stack) == (site.kind, site.stack) for s in self.taps)
+        if site.layer is None and KINDS[site.kind].per_layer and offered_there:
+            first = next(s for s in self.sites if (s.kind, s.stack) == (site.kind, site.stack))
+            raise KeyError(
+                f"{site} stands for every layer; name one, such as {str(first)!r}. expand({str(site)!r}) lists all."
+            )
         for known, reason in self.unavailable.items():
             same_layer = site.layer is None or known.layer in (None, site.layer)
             if known.kind == site.kind and known.stack == site.stack and same_layer:
@@ -374,6 +391,8 @@ class Anatomy:
             )
         stacks = sorted({s.stack for s in self.taps if s.stack != site.stack and s.kind == site.kind})
         hint = f"Name a stack: {', '.join(f'{s}.{site.kind}'.lstrip('.') for s in stacks)}. " if stacks else ""
+        if where := _WHERE.get(site.kind):
+            hint += f"{site.kind} is offered {where}. "
         raise KeyError(
             f"This {self.model_class} offers no site {str(site)!r}. {hint}"
             f"{near_matches(str(site), map(str, self.taps))} "

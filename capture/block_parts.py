@@ -95,7 +95,7 @@ def _stream(graph: OpGraph, chain: Chain, k: int) -> BlockParts:
     entry = inputs[0] if len(inputs) == 1 else _maker(graph, chain, k)
     exit = graph.point(chain.calls[k], "out", chain.exit)
     layer, number = chain.label(graph, k)
-    block = Block(call.path, entry or inputs[0], exit, inputs, layer=layer, stack=chain.stack, call=number)
+    block = Block(call.path, entry or inputs[0], exit, layer=layer, stack=chain.stack, call=number, inputs=inputs)
     parts = BlockParts(block)
     parts.taps.append(Tap(block.site("resid_post"), exit, width=out))
     if is_nested:
@@ -233,6 +233,9 @@ def _add_router(parts: BlockParts, graph: OpGraph, walk: Walk, router: Router) -
     is_flat = value.ndim == 2 and len(value) == walk.shape[:2].numel()
     if not is_flat and (value.ndim != 3 or value.shape[:2] != walk.shape[:2]):
         parts.refuse("router", f"the router returns logits of shape {tuple(value.shape)}")
+        return
+    if router.input is not None and router.experts > walk.shape[-1]:
+        parts.refuse("router", f"edits act on the router's input, {walk.shape[-1]} wide, for {router.experts} experts")
         return
     rows_of = parts.block.entry if is_flat else None
     site = parts.block.site("router")

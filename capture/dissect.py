@@ -23,7 +23,7 @@ from microtome.capture.anatomy import Anatomy, Point, Tap
 from microtome.capture.anatomy_store import anatomy_key, keep, kept
 from microtome.capture.batches import PaddingRecipe
 from microtome.capture.block_parts import block_parts
-from microtome.capture.forward_arguments import accepted_arguments, input_device
+from microtome.capture.forward_arguments import accepted_arguments, input_device, takes_any_keyword
 from microtome.capture.head_layout import SeamRecord
 from microtome.capture.hooks import ACTIVE
 from microtome.capture.models import LoadedModel
@@ -65,6 +65,8 @@ def dissect(
             a key-value cache of its own (prefix tuning), or with activations that are no plain tensors.
     """
     module = model.module if isinstance(model, LoadedModel) else model
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"dissect takes a model; got {model!r}. load_model(name) loads one.")
     given = frozenset(inputs or ())
     if not again and (known := _known(module, given)) is not None:  # no waiting for another model's dissection
         return known
@@ -186,11 +188,21 @@ def probe_batches(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor
         NotDissectable: the model does not take token ids, or has no token embedding.
     """
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    accepted = accepted_arguments(model)
-    if embedding is None or "input_ids" not in accepted:
+    accepted, name = accepted_arguments(model), type(model).__name__
+    if "input_ids" not in accepted:
         raise NotDissectable(
-            f"{type(model).__name__} does not take token ids. Hand dissect(model, inputs=...) two or more rows of what "
-            "it takes instead, such as a processor makes of images or sounds."
+            f"{name}.forward takes no input_ids, but {', '.join(sorted(accepted)) or 'nothing'}. Hand dissect(model, "
+            "inputs=...) two or more rows of what it takes, such as a processor makes of images or sounds."
+        )
+    if embedding is None:
+        raise NotDissectable(
+            f"{name} has no get_input_embeddings() that returns its token embedding, so it is not known which ids "
+            "there are. Add the method, or hand dissect(model, inputs=...) two or more rows of token ids."
+        )
+    if "attention_mask" not in accepted and not takes_any_keyword(model):
+        raise NotDissectable(
+            f"{name}.forward takes no attention_mask, so texts of unequal length cannot run together. Give it that "
+            "argument (a model that runs texts one by one may ignore it)."
         )
     sizes = {n for p in model.parameters() for n in p.shape}
     sizes |= {n for n in vars(getattr(model, "config", embedding)).values() if isinstance(n, int)}

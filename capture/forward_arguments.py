@@ -18,6 +18,11 @@ def accepted_arguments(model: nn.Module) -> set[str]:
     return set(parameters) | (accepted_arguments(children[0]) if hands_on and len(children) == 1 else set())
 
 
+def takes_any_keyword(model: nn.Module) -> bool:
+    """Whether a forward takes keywords that it does not name."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+
+
 def input_device(model: nn.Module) -> torch.device:
     """The device on which inputs are expected: of the first parameter that holds data, or the one that offloading
     (accelerate's hooks) names, or the CPU."""

@@ -4,7 +4,7 @@ Where attention goes through transformers' interface its values are looked up th
 itself, around its softmax. Slices of the projection's input count as heads only if acting on one moves it alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from microtome.capture.found_parts import BlockParts, replay
 from microtome.capture.head_layout import SeamRecord, before_rotation, column_match, head_axes
 from microtome.capture.linear_maps import last_linear, linear_maps
 from microtome.capture.opgraph import OpGraph
-from microtome.capture.trunk import Chain, Walk
+from microtome.capture.trunk import Chain, Factor, Walk
 
 
 def _of_their_own(
@@ -65,7 +65,11 @@ class MixerHeads:
                 self.tap("z", z_at, None if is_at_seam else columns, columns.heads, columns.width)
                 out = self.graph.point(linear, "out", next(iter(self.graph.calls[linear].outputs)))
                 site = self.parts.block.site("head_out")
-                self.parts.taps.append(Tap(site, out, columns, columns.heads, self.width, through=out.module))
+                term = self.walk.terms[self.mixer]
+                made = next(iter(self.graph.calls[linear].outputs.values()))
+                factor = term.factor if self.graph.source(made) == self.graph.source(term.node) else Factor()
+                heads_of = Tap(site, out, columns, columns.heads, self.width, through=out.module)
+                self.parts.taps.append(replace(heads_of, factor=factor.number, vectors=factor.vectors))
                 refusal = ""
         if refusal:
             self.parts.refuse("z", refusal)
@@ -121,7 +125,11 @@ class MixerHeads:
             silent = "this mixer has no attention over positions"
         for kind in ("q", "k", "v", "q_rot", "k_rot", "pattern"):
             self.parts.refuse(kind, silent)
-        if seams or len(ops) != 1 or not any(t.site.kind == "z" for t in self.parts.taps):
+        if seams or len(ops) != 1:
+            return
+        if not any(t.site.kind == "z" for t in self.parts.taps):
+            for kind in ("q", "k", "v"):
+                self.parts.refuse(kind, f"{silent}, and without z what its heads do cannot be told")
             return
         before = {k: self._before(n, self.block, ops[0].heads, w) for k, n, w in ops[0].parts(self.graph)}
         for kind, found in _of_their_own(before).items():

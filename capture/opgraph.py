@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from microtome.capture.anatomy import Point
 
+SCALINGS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply", "div", "__truediv__", "div_", "true_divide"}
 IN_PLACE_DUNDERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__"}
 
 
@@ -250,12 +251,17 @@ class OpGraph(TorchFunctionMode):
 
     def source(self, index: int) -> int:
         """The earliest node with the same numbers, back through views, casts that change nothing, and idle dropout."""
-        while True:
-            node = self.nodes[index]
-            same = [p for p in node.parents if node.op != "alias" and self.same_value(p, index)]
-            if len(same) != 1:
-                return index
-            index = same[0]
+        while (before := self.unchanged(index)) is not None:
+            index = before
+        return index
+
+    def unchanged(self, index: int) -> int | None:
+        """The one parent with the same numbers; None at products, whose factor may only happen to be one."""
+        node = self.nodes[index]
+        if node.op == "alias" or node.op in SCALINGS:
+            return None
+        same = [p for p in node.parents if self.same_value(p, index)]
+        return same[0] if len(same) == 1 else None
 
     def is_inside(self, call: int, outer: int) -> bool:
         """Whether one module call lies inside another, or is it."""

@@ -300,20 +300,27 @@ class Proof:
         self._note("edit", tap.site, _relative(self._replay(block, hooks), expected), self.edits)
 
     def _check_mid_through(self, block: Block, tap: Tap, mlp: Point, push: Tensor) -> None:
-        """The MLP adds the same whether the mixer's term is changed, or every place where the stream is then read."""
+        """A change of the mixer's term is that change wherever the stream is read, and reaches the MLP there alone."""
         if (through := self.taps.get(Site.parse(tap.through or ""))) is None:
             return
         factor = coefficient(self.model, tap.factor, tap.vectors)
+        read: dict[Point, Tensor] = {}
         seen: list[Tensor] = []
 
         def keep(x: Tensor) -> None:
             seen.append(x.detach().clone())
 
-        self._replay(block, {through.point: lambda x: x + (push / factor).reshape(x.shape), mlp: keep})
-        read = {point: lambda x: x + push.reshape(x.shape) for point in self.readers.get(tap.site, ())}
-        self._replay(block, read | {mlp: keep})
-        error = _relative(seen[0], seen[1]) if read else 0.0
-        self._note("edit", tap.site, error, self.edits, "what the MLP adds, the stream changed before it")
+        def note(point: Point) -> Callable[[Tensor], None]:
+            return lambda x: read.__setitem__(point, x.detach().clone())
+
+        readers = self.readers.get(tap.site, ())
+        term = {through.point: lambda x: x + (push / factor).reshape(x.shape)}
+        self._replay(block, {**term, mlp: keep, **{point: note(point) for point in readers}})
+        self._replay(block, {**{p: lambda x, p=p: read[p].clone() for p in readers}, mlp: keep})
+        wanted = self.values[tap.point] + push.reshape(self.values[tap.point].shape)
+        error = max([_relative(read[p].reshape(wanted.shape), wanted) for p in readers], default=0.0)
+        error = max(error, _relative(seen[0], seen[1]) if readers else 0.0)
+        self._note("edit", tap.site, error, self.edits, "what is read after the mixer's term was changed")
 
     def _check_act(self, block: Block) -> None:
         tap = self.taps.get(block.site("mlp_act"))

@@ -65,7 +65,9 @@ KINDS: dict[str, Kind] = {
     "head_out": Kind(True, True, "batch position head d_model", "one head's write: z W_O of that head, without bias"),
     "pattern": Kind(True, True, "batch head query key", "attention probabilities of chosen heads and query rows"),
     "router": Kind(True, False, "batch position expert", "logits of the expert router"),
-    "state": Kind(True, False, "batch ...", "recurrent state after the call's last token, where a cache holds one"),
+    "state": Kind(
+        True, False, "batch ...", "recurrent state that a call leaves in a cache; not a convolution's window"
+    ),
     "final_norm": Kind(False, False, "batch position d_model", "output of the last norm, the unembedding's input"),
     "logits": Kind(False, False, "batch position vocab", "next-token logits as the model returns them"),
 }

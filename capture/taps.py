@@ -44,6 +44,16 @@ class Tape:
     def __repr__(self) -> str:
         return f"Tape({', '.join(f'{site} x {fired}' for site, fired in self.firings.items()) or 'nothing read'})"
 
+    def __iter__(self) -> Iterator[Site]:
+        """The sites that are read."""
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __contains__(self, name: SiteName) -> bool:
+        return Site.parse(name) in self._plan.reads
+
     def __getitem__(self, name: SiteName) -> Tensor:
         """The value of a site that fired once.
 

@@ -239,7 +239,7 @@ class Walk:
         if fixed and self.graph.nodes[fixed[0]].value.numel() != 1:
             return None
         (number,) = node.numbers or (float(self.graph.nodes[fixed[0]].value),)
-        return data[0], Factor(1 / number if is_division else number)
+        return data[0], Factor(float(1 / number if is_division else number))
 
     def _steps(self, index: int) -> list[Step]:
         if index == self.entry:
@@ -259,7 +259,7 @@ class Walk:
                 if trunk[0] == b and ADDITIONS[node.op] < 0:
                     raise NotWalkable(f"the stream is subtracted from something at op {node.op!r}")
                 earlier = self._steps(trunk[0])
-                factor = Factor(sign * next((n for n in node.numbers), 1.0))
+                factor = Factor(float(sign * next((n for n in node.numbers), 1.0)))
                 return [*earlier, *(replace(s, before=trunk[0], after=index) for s in self._split(other, factor))]
             raise NotWalkable(f"{len(trunk)} operands of op {node.op!r} lead to the block's input")
         if (scaled := self._scaled(index)) is not None:
@@ -277,7 +277,7 @@ class Walk:
         if (source := self.graph.source(index)) != index:
             return self._split(source, factor)
         if node.op in ADDITIONS and len(node.parents) == 2:
-            sign = Factor(ADDITIONS[node.op] * next((n for n in node.numbers), 1.0))
+            sign = Factor(float(ADDITIONS[node.op] * next((n for n in node.numbers), 1.0)))
             return [*self._split(node.parents[0], factor), *self._split(node.parents[1], factor * sign)]
         if (scaled := self._scaled(index)) is not None:
             return self._split(scaled[0], factor * scaled[1])
@@ -288,10 +288,9 @@ class Walk:
         while True:
             if made := self.makers.get(index):
                 return min(made, key=lambda m: self.graph.calls[m[0]].path.count("."))
-            same = [p for p in self.graph.nodes[index].parents if self.graph.same_value(p, index)]
-            if len(same) != 1:
+            if (before := self.graph.unchanged(index)) is None:
                 return None
-            index = same[0]
+            index = before
 
 
 class Norms:

@@ -198,7 +198,7 @@ def tiny_bloom() -> nn.Module:
 def test_what_cannot_be_dissected_says_why(tiny) -> None:
     with pytest.raises(NotDissectable, match=r"call model\.eval"):
         dissect(tiny("llama").train())
-    with pytest.raises(NotDissectable, match="does not take token ids"):
+    with pytest.raises(NotDissectable, match="takes no input_ids"):
         dissect(nn.Linear(3, 3).eval())
 
     noisy = tiny("llama")

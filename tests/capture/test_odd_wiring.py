@@ -416,7 +416,7 @@ def test_a_router_that_uses_its_input_for_more_is_not_edited_there() -> None:
 
 
 def test_more_experts_than_width_cannot_be_set_through_the_input() -> None:
-    is_refused(with_experts(40, gate=False), "router.1", "identity 'router edit' misses by")
+    is_refused(with_experts(40, gate=False), "router.1", "router's input, 32 wide, for 40 experts")
 
 
 # ---- gradients

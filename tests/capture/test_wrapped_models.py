@@ -338,8 +338,8 @@ def test_linears_that_round_their_inputs() -> None:
     for site in sites:
         assert float((rounded[site] - exact[site]).norm() / exact[site].norm()) < 0.2, site
     missed = [i for i in anatomy.proof if not i.holds]
-    assert {i.name for i in missed} == {"head sum"}
-    assert all(0.02 < i.error < 0.1 for i in missed)
+    assert {i.name for i in missed} == {"act sum", "head sum"}
+    assert all(0.02 < i.error < 0.2 for i in missed)
     assert {site.kind for site in anatomy.unavailable} == {"head_out"}
     with pytest.raises(KeyError, match=r"head sum.* misses by 0\.0.* \(limit 2e-02\): the model is quantised"):
         anatomy.tap(f"head_out.{missed[0].site[-1]}")

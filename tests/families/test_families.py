@@ -56,7 +56,9 @@ def _compare_shapes(name: str, model, anatomy) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         return
     sites = [s for s in anatomy.sites if s.kind not in ("pattern", "state") and not s.stack]
-    streams = next(s for s in sites if s.kind == "resid_post")
+    streams = next((s for s in sites if s.kind == "resid_post"), None)
+    if streams is None:
+        return
     with torch.no_grad(), taps(model, sites, anatomy=anatomy) as tape:
         model(**(inputs(model) or TOKENS), **call_options(model))
     for site in sites:
@@ -72,6 +74,8 @@ def _compare_hidden_states(name: str, model, anatomy) -> None:
     if getattr(model.config, "is_encoder_decoder", False) or name in REPORTED_OTHERWISE:
         return
     streams = [block.site("resid_post" if name in REPORTED_AFTER else "resid_pre") for block in anatomy.main]
+    if not set(streams) <= set(anatomy.taps):
+        return
     with torch.no_grad(), taps(model, streams, anatomy=anatomy) as tape:
         reported = model(**given, **call_options(model), output_hidden_states=True).get("hidden_states")
     if reported is None:
@@ -86,6 +90,8 @@ def _compare_alone_and_in_a_batch(name: str, model, anatomy) -> None:
         return
     loaded = LoadedModel.from_module(model, name=name)
     sites = [str(site) for site in anatomy.taps if site.kind in COMPARED and not site.stack]
+    if not sites:
+        return
     texts = [TOKENS["input_ids"][0].tolist(), TOKENS["input_ids"][1, :4].tolist()]
     together = capture(loaded, texts, sites, "last", progress=False)
     for row, text in enumerate(texts):
