@@ -446,3 +446,83 @@ def test_two_backwards_through_an_edited_router() -> None:
             model(input_ids=IDS, use_cache=False).logits.sum().backward()
     assert len(tape.all("mlp_out.1")) == 2
     assert delta.grad is not None
+
+
+# ---- factors of one, models with less than usual, and what is said of them
+
+
+class LayerScale(Plain):
+    """A vector of factors that is one at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale * self.attention(self.norm(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+def test_a_vector_of_ones_is_a_factor_all_the_same() -> None:
+    model = Model(LayerScale)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.scale.fill_(1.0)
+    anatomy = dissect(model)
+    assert anatomy.tap("attn_out.1").vectors == ("blocks.1.scale",)
+    assert anatomy.tap("head_out.1").vectors == ("blocks.1.scale",)
+
+
+def test_what_heads_write_counts_with_the_factor_of_their_term() -> None:
+    model = built("granite multipliers")
+    anatomy = dissect(model)
+    assert anatomy.tap("head_out.1").factor == anatomy.tap("attn_out.1").factor == pytest.approx(0.7)
+    tape = run(model, ["resid_pre.1", "head_out.1", "resid_mid.1"])
+    written = 0.7 * tape["head_out.1"].sum(2)
+    torch.testing.assert_close(tape["resid_pre.1"] + written, tape["resid_mid.1"])
+
+
+def test_heads_before_a_norm_of_their_branch_have_no_factor() -> None:
+    assert dissect(built("gemma2")).tap("head_out.1").factor == 1.0
+
+
+class WithoutMask(Model):
+    """A forward of token ids alone."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.through(self.embed(input_ids)))
+
+
+class WithoutEmbeddings(nn.Module):
+    """Does not tell its token embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model(Plain)
+        self.eval()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.model(input_ids, attention_mask)
+
+
+def test_what_a_model_lacks_is_named() -> None:
+    with pytest.raises(NotDissectable, match="takes no attention_mask"):
+        dissect(WithoutMask(Plain))
+    with pytest.raises(NotDissectable, match=r"has no get_input_embeddings\(\)"):
+        dissect(WithoutEmbeddings())
+
+
+def test_names_without_a_layer_and_kinds_that_are_rare() -> None:
+    anatomy = dissect(Model(Plain))
+    with pytest.raises(KeyError, match=r"z stands for every layer; name one, such as 'z\.0'"):
+        anatomy.tap("z")
+    with pytest.raises(KeyError, match="router is offered where an MLP chooses experts"):
+        anatomy.tap("router.1")
+
+
+def test_a_tape_holds_its_sites() -> None:
+    tape = run(Model(Plain), ["z.1", "resid_post"])
+    assert "z.1" in tape
+    assert "z.2" not in tape
+    assert [str(site) for site in tape] == ["z.1", "resid_post.0", "resid_post.1", "resid_post.2"]
+    assert len(tape) == 4
