@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from microtome.capture.anatomy import Point
-from microtome.capture.opgraph import Call, Node, OpGraph, Ref, map_tensors
+from microtome.capture.opgraph import DIVISIONS, MULTIPLICATIONS, Call, Node, OpGraph, Ref, map_tensors
 from microtome.capture.precision import precision
-from microtome.capture.trunk import ADDITIONS, DIVISIONS, MULTIPLICATIONS, Walk
+from microtome.capture.trunk import ADDITIONS, Walk
 
 LINEAR_OPS = {"linear", "addmm", "matmul", "__matmul__", "mm"}
 # ops of one data tensor that keep its numbers, order or type aside

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from microtome.capture.anatomy import Point
 
-SCALINGS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply", "div", "__truediv__", "div_", "true_divide"}
+MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
+DIVISIONS = {"div", "__truediv__", "div_", "true_divide", "__itruediv__", "__div__"}
 IN_PLACE_DUNDERS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__setitem__"}
 
 
@@ -258,7 +259,7 @@ class OpGraph(TorchFunctionMode):
     def unchanged(self, index: int) -> int | None:
         """The one parent with the same numbers; None at products, whose factor may only happen to be one."""
         node = self.nodes[index]
-        if node.op == "alias" or node.op in SCALINGS:
+        if node.op == "alias" or node.op in MULTIPLICATIONS | DIVISIONS:
             return None
         same = [p for p in node.parents if self.same_value(p, index)]
         return same[0] if len(same) == 1 else None

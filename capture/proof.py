@@ -36,6 +36,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +54,19 @@ from microtome.capture.routers import router_map
 from microtome.capture.seam_record import recorded_seam_calls
 from microtome.capture.sites import Site
 from microtome.capture.tail import Tail
+
+_AT_SEAM = {"q": "query", "k": "key", "v": "value"}
+
+
+def _nudge(columns: Tensor, positions: slice = slice(None), size: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """A hook that adds to some columns, at all positions or some, `size` times the mean absolute value."""
+
+    def hook(value: Tensor) -> Tensor:
+        flat = value.flatten(2).clone()
+        flat[:, positions, columns.to(flat.device)] += size * value.abs().mean()
+        return flat.view(value.shape)
+
+    return hook
 
 
 class Proof:
@@ -248,7 +262,7 @@ class Proof:
     def _check_stream_edits(self, blocks: list[Block]) -> None:
         """At the second, a middle and the last block: changed where it comes in, or where the one before lets it go."""
         pairs = [(a, b) for a, b in itertools.pairwise(blocks) if a.exit != b.entry and a.layer != b.layer]
-        for a, b in {id(pair): pair for pair in (pairs[:1] + pairs[len(pairs) // 2 :][:1] + pairs[-1:])}.values():
+        for a, b in (pairs[n] for n in sorted({0, len(pairs) // 2, len(pairs) - 1}) if pairs):
             noise = torch.randn(self.values[b.entry].shape, generator=torch.Generator().manual_seed(6))
             push = noise.to(self.values[b.entry]) * self.values[b.entry].abs().mean()
             outputs = []
@@ -273,7 +287,7 @@ class Proof:
         shape = entry.shape
         order = sorted(range(len(terms)), key=lambda i: self._order[block.contributions[i].point])
         recorded = {block.contributions[i].point: terms[i].reshape(shape) for i in order}
-        moves = terms_move(lambda hooks: self._replay(block, hooks), block.inputs, recorded) if block.inputs else []
+        moves = terms_move(partial(self._replay, block), block.inputs, recorded) if block.inputs else []
         for i, (_, mixes) in zip(order, moves, strict=False):
             role = block.contributions[i].role
             site, note = block.site(TERM_OF_ROLE[role]), f"moved {'at other positions' if mixes else 'there alone'}"
@@ -399,7 +413,7 @@ class Proof:
             whole = self.model.get_submodule(out.point.module)(together)
             self._note("head split", block.site("z"), _relative(whole, self.values[out.point]), self.edits)
         linears = self.linears.get(block.site("z"), ())
-        run = lambda hooks: self._replay(block, hooks)  # noqa: E731
+        run = partial(self._replay, block)
         for head in sorted({0, 1 % out.heads.heads, out.heads.heads - 1}):
             wrong, note = head_check(run, mixer.projection, x, out.heads, head, linears)
             self._note("head causality", replace(block.site("z"), head=head), wrong, 0.0, note)
@@ -419,15 +433,9 @@ class Proof:
         group = heads.heads // tap.heads.heads
         x = self.values[into]
         for head in sorted({0, tap.heads.heads - 1}):
-            columns = tap.heads.columns[head]
             moves = []
             for size in (1.0, 2.0):
-
-                def nudge(value: Tensor, columns: Tensor = columns, size: float = size) -> Tensor:
-                    flat = value.flatten(2).clone()
-                    flat[:, POSITION, columns.to(flat.device)] += size * value.abs().mean()
-                    return flat.view(value.shape)
-
+                nudge = _nudge(tap.heads.columns[head], slice(POSITION, POSITION + 1), size)
                 seen: list[Tensor] = []
                 self._replay(block, {tap.point: nudge, into: lambda t, seen=seen: seen.append(t.detach().clone())})
                 moves.append(seen[0] - x)
@@ -475,8 +483,8 @@ class Proof:
                 note = f"halving query head {head} moved heads {sorted(found)} of what attention returns"
                 site = replace(at_attention.site, head=head)
                 self._note("head causality", site, len(found ^ {head}), 0.0, note)
-        for kind, before in (("q", call.query), ("k", call.key), ("v", call.value)):
-            tap = self.taps.get(block.site(kind))
+        for kind, name in _AT_SEAM.items():
+            tap, before = self.taps.get(block.site(kind)), getattr(call, name)
             if tap is not None and tap.heads is not None:
                 self._check_columns(kind, block, path, tap, before)
                 self._check_only_way(kind, block, path, tap, before)
@@ -500,7 +508,7 @@ class Proof:
 
             with recorded_seam_calls(self.model, halve) as seams:
                 if mixer is not None and out is not None:
-                    run = lambda hooks: self._replay(block, hooks)  # noqa: E731
+                    run = partial(self._replay, block)
                     columns = moved_columns(run, {}, mixer.projection, self.values[mixer.projection])
                     return {h for h, own in enumerate(out.heads.columns) if columns[own.to(columns.device)].any()}
                 self._replay(block, {})
@@ -512,17 +520,9 @@ class Proof:
 
     def _check_columns(self, kind: str, block: Block, path: str, tap: Tap, before: Tensor) -> None:
         for head in sorted({0, tap.heads.heads - 1}):
-            columns = tap.heads.columns[head]
-
-            def nudge(value: Tensor, columns: Tensor = columns) -> Tensor:
-                flat = value.flatten(2).clone()
-                flat[..., columns] += value.abs().mean()
-                return flat.view(value.shape)
-
             with recorded_seam_calls(self.model) as seams:
-                self._replay(block, {tap.point: nudge})
-            now = seams[path][-1]
-            after = {"q": now.query, "k": now.key, "v": now.value}[kind]
+                self._replay(block, {tap.point: _nudge(tap.heads.columns[head])})
+            after = getattr(seams[path][-1], _AT_SEAM[kind])
             moved = (after - before).abs().amax(dim=(0, 2, 3)) > SMALL * before.abs().max()
             wrong = int(moved.sum()) - int(moved[head])
             note = f"moved heads {moved.nonzero().flatten().tolist()} at the attention interface"
@@ -530,22 +530,16 @@ class Proof:
 
     def _check_only_way(self, kind: str, block: Block, path: str, tap: Tap, before: Tensor) -> None:
         """The columns of the first head act through the interface alone: put back there, nothing that mixes moves."""
-        module, name = self.model.get_submodule(path), {"q": "query", "k": "key", "v": "value"}[kind]
-        columns = tap.heads.columns[0]
-
-        def nudge(value: Tensor) -> Tensor:
-            flat = value.flatten(2).clone()
-            flat[..., columns] += value.abs().mean()
-            return flat.view(value.shape)
+        module = self.model.get_submodule(path)
 
         def restore(call: SeamCall) -> SeamCall:
-            return replace(call, **{name: before.clone()}) if call.module is module else call
+            return replace(call, **{_AT_SEAM[kind]: before.clone()}) if call.module is module else call
 
         mixers = [c.point for c in block.contributions if c.role == "attention"]
         seen: dict[Point, Tensor] = {}
         keep = {p: lambda x, p=p: seen.__setitem__(p, x.detach().clone()) for p in mixers}
         with recorded_seam_calls(self.model, restore):
-            self._replay(block, {tap.point: nudge, **keep})
+            self._replay(block, {tap.point: _nudge(tap.heads.columns[0]), **keep})
         error = max((_relative(seen[p], self.values[p]) for p in seen), default=0.0)
         note = "put back at the attention interface, what attention adds is as before"
         self._note(f"{kind} edit", replace(block.site(kind), head=0), error, self.edits, note)

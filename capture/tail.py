@@ -10,8 +10,8 @@ from torch import Tensor
 
 from microtome.capture.anatomy import Point
 from microtome.capture.linear_maps import linear_call
-from microtome.capture.opgraph import OpGraph
-from microtome.capture.trunk import DIVISIONS, MULTIPLICATIONS, Chain, Norms
+from microtome.capture.opgraph import DIVISIONS, MULTIPLICATIONS, OpGraph
+from microtome.capture.trunk import Chain, Norms
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from microtome.capture.opgraph import Call, Node, OpGraph, Ref, map_tensors
+from microtome.capture.opgraph import DIVISIONS, MULTIPLICATIONS, Call, Node, OpGraph, Ref, map_tensors
 
 ADDITIONS = {"add": 1.0, "__add__": 1.0, "__radd__": 1.0, "add_": 1.0, "__iadd__": 1.0, "sub": -1.0, "__sub__": -1.0}
-MULTIPLICATIONS = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
 VIEWS = {
     "expand_as",
     "expand",
@@ -31,7 +30,6 @@ VIEWS = {
     "float",
     "type_as",
 }
-DIVISIONS = {"div", "__truediv__", "div_", "true_divide", "__itruediv__", "__div__"}
 
 
 class NotWalkable(Exception):
