@@ -20,14 +20,14 @@ def read_table(
     path: str | Path,
     *,
     text: str = "text",
-    label: str = "label",
+    label: str | None = "label",
     group: str | None = None,
     keep: Sequence[str] = (),
 ) -> pd.DataFrame:
     """The file's texts and labels, in file order, with a fresh index.
 
     text, label, group: the file's columns that become `text` (str), `label` (as it is: bool, number or str, two or
-    more values) and `group` (as it is); without `group` there is no such column. keep: further columns, under their
+    more values) and `group` (as it is); without `label` or `group` there is no such column. keep: further columns, under their
     own names. CSV has a header line; both CSV and JSONL are UTF-8. In a CSV, a label or kept column of numbers alone,
     or of true and false, becomes that type; texts and groups stay text ("007" is not 7).
 
@@ -40,7 +40,7 @@ def read_table(
         raise ValueError(f"{path.name} has the suffix {path.suffix!r}. Give a {', '.join(_SUFFIXES)} file.")
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}. Check the path; the working directory is {Path.cwd()}.")
-    columns = {"text": text, "label": label} | ({"group": group} if group is not None else {})
+    columns = {"text": text} | {name: held for name, held in (("label", label), ("group", group)) if held is not None}
     if clash := sorted(set(keep) & set(columns)):
         raise ValueError(f"keep names {clash}, which the result already has. Keep columns of other names.")
     table = _read(path)
@@ -50,7 +50,7 @@ def read_table(
         raise ValueError(f"{path} has no rows. Give a file with at least one text.")
     named = {name: table[source] for name, source in columns.items()} | {name: table[name] for name in keep}
     if path.suffix.lower() == ".csv":
-        named |= {name: _numbers_or_text(named[name]) for name in ("label", *keep)}
+        named |= {name: _numbers_or_text(named[name]) for name in ("label", *keep) if name in named}
     result = pd.DataFrame(named).reset_index(drop=True)
     _check_texts(result["text"], column=text, path=path)
     for name, source in columns.items():

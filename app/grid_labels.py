@@ -1,0 +1,106 @@
+"""A label column made binary, and the rows that are probed: what is missing is left out, and a limit keeps whole groups.
+
+    {column: c}                 two values, the larger is positive, as in a sweep
+    {column: c, positive: p}    c = p against every other value
+    {column: c, above: a}       c > a; the median is that of all rows that have the label
+
+The median is taken before rows are drawn, so that a limit on the rows does not move it. Beware: with many equal numbers
+no more than half of the rows, and perhaps far fewer, are above the median.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Int64
+
+from microtome.app.grid_config import LabelSettings
+from microtome.probes.labels import binary_labels
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, eq=False)
+class BinaryLabel:
+    """rows: numbers of the rows that have the label, ascending. positive: for each of those. says: plain values."""
+
+    rows: Int64[np.ndarray, " row"]
+    positive: Bool[np.ndarray, " row"]
+    says: dict
+
+
+def binary_label(values: pd.Series, label: LabelSettings) -> BinaryLabel:
+    """The rows that have the label, and which of them are positive. A missing value is None or NaN.
+
+    Raises ValueError for a column that is empty or gives one class (more than two, for a plain column), TypeError for
+    text where `above` needs numbers.
+    """
+    column = f"label {label.column!r}"
+    rows = np.flatnonzero(values.notna().to_numpy())
+    if not len(rows):
+        raise ValueError(f"{column} is missing in all {len(values)} rows. Name another column.")
+    known = values.iloc[rows].infer_objects()
+    if label.positive is not None:
+        positive, says = _one_against_others(known, label.positive, column)
+    elif label.above is not None:
+        positive, says = _above(known, label.above, column)
+    else:
+        positive, says = _two_values(known, column)
+    return BinaryLabel(rows.astype(np.int64), positive, {"column": label.column, **says})
+
+
+def draw_groups(groups: np.ndarray, *, rows: int, seed: int) -> Int64[np.ndarray, " row"]:
+    """Numbers of at most `rows` rows, ascending: groups in random order, as many as fit, each whole.
+
+    Raises ValueError if the first group drawn is larger than that.
+    """
+    codes = pd.factorize(groups)[0]
+    sizes = np.bincount(codes)
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    kept = order[np.cumsum(sizes[order]) <= rows]
+    if not len(kept):
+        raise ValueError(
+            f"rows: {rows} does not hold one whole group; the one that was drawn has {sizes[order[0]]} rows. Allow "
+            "more rows, or name a finer group."
+        )
+    return np.flatnonzero(np.isin(codes, kept)).astype(np.int64)
+
+
+def _two_values(known: pd.Series, column: str) -> tuple[np.ndarray, dict]:
+    n_values = known.nunique()
+    if n_values > 2:
+        name = column.removeprefix("label ")
+        way = f"above: median}} or {{column: {name}" if pd.api.types.is_numeric_dtype(known) else ""
+        raise ValueError(
+            f"{column} has {n_values} values ({_values(known)}); a probe needs two. Write {{column: {name}, "
+            f"{way}{', ' if way else ''}positive: ONE OF THEM}}."
+        )
+    positive, classes = binary_labels(known, n_rows=len(known))
+    return positive, {"positive": str(classes[1]), "negative": str(classes[0])}
+
+
+def _one_against_others(known: pd.Series, wanted: bool | int | float | str, column: str) -> tuple[np.ndarray, dict]:
+    # True == 1 in Python; a class is only what it is written as
+    positive = np.array([value == wanted and isinstance(value, bool | np.bool_) == isinstance(wanted, bool)
+                         for value in known], dtype=bool)  # fmt: skip
+    if not positive.any() or positive.all():
+        which = "every row" if positive.all() else "no row"
+        hint = " YAML reads a bare yes or no as true or false: put the class in quotes." if wanted in (True, False) else ""
+        raise ValueError(f"{column}: {which} is {wanted!r}; its values are {_values(known)}.{hint}")
+    return positive, {"positive": str(wanted), "negative": "all others"}
+
+
+def _above(known: pd.Series, limit: float | str, column: str) -> tuple[np.ndarray, dict]:
+    if not pd.api.types.is_numeric_dtype(known) or pd.api.types.is_bool_dtype(known):
+        raise TypeError(f"{column}: 'above' needs numbers; its values are {_values(known)}. Use 'positive' for a class.")
+    value = float(known.median() if limit == "median" else limit)
+    positive = (known > value).to_numpy(dtype=bool)
+    if not positive.any() or positive.all():
+        which = "every row" if positive.all() else "no row"
+        raise ValueError(f"{column}: {which} is above {value:g} (smallest {known.min():g}, largest {known.max():g}).")
+    return positive, {"positive": f"above {value:g}", "negative": f"up to {value:g}"}
+
+
+def _values(known: pd.Series) -> str:
+    values = known.value_counts().index.tolist()
+    return ", ".join(repr(value) for value in values[:_SHOWN]) + (", ..." if len(values) > _SHOWN else "")

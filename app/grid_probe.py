@@ -1,0 +1,108 @@
+"""One probe cell: the label's rows of a finished capture, a probe at every site, and a run folder with what was found.
+
+Labels of texts are taken from the data and not from the store, so that a label that was added to a grid later needs no
+new capture. The folder's values/cell.json is written last: only a cell that has it is finished.
+"""
+
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+
+from microtome.app.grid_config import GridConfig
+from microtome.app.grid_folder import MARKER, GridFolder
+from microtome.app.grid_labels import BinaryLabel, binary_label, draw_groups
+from microtome.app.grid_log import said_bytes
+from microtome.app.grid_plan import CapturePlan, ProbePlan
+from microtome.app.grid_report import cell_report
+from microtome.app.grid_summary import cell_words, sweep_facts
+from microtome.capture import Store
+from microtome.probes.sweep import sweep
+
+
+def run_probe(plan: CapturePlan, probe: ProbePlan, folder: GridFolder, config: GridConfig) -> dict:
+    """Probe a finished capture for one label and write the cell's folder. Returns its row of the summary.
+
+    Raises FileNotFoundError if the capture is not there, and whatever the label, the store or the sweep finds wrong.
+    """
+    started = time.perf_counter()
+    if not folder.is_captured(plan.cell):
+        raise FileNotFoundError(
+            f"captures/{plan.cell.name} is not there or not whole: run microtome capture CONFIG first, or microtome "
+            "sweep CONFIG, which does both."
+        )
+    store = Store.open(folder.store(plan.cell))
+    captured = folder.capture_facts(plan.cell) or {}
+    label, groups = labelled_rows(plan, probe, store.rows, config)
+    chosen = store if len(label.rows) == store.n_rows else store.select_rows(label.rows)
+    result = sweep(
+        chosen,
+        label.positive,
+        groups=groups,
+        folds=config.probe.folds,
+        inner_folds=config.probe.inner_folds,
+        permutations=config.probe.permutations,
+        bootstraps=config.probe.bootstraps,
+        seed=config.seed,
+        progress=sys.stderr.isatty(),
+    )
+    rows = chosen.rows[["text", "position", "token"]].assign(positive=label.positive, group=groups)
+    run = folder.fresh_run(probe.cell, config)
+    run.write_table("sites", result.table)
+    run.write_table("rows", rows.assign(group=rows["group"].astype(str)))
+    run.write_table("best_site_null", pd.DataFrame({"largest_statistic": result.null}))
+    figures = result.plot()
+    for name, figure in figures.items():
+        run.write_figure(name, figure)
+    result.save(run.path / "sweep")
+    run.record(
+        model=store.provenance["model"],
+        data=plan.data.facts,
+        capture={key: value for key, value in store.provenance.items() if key != "model"},
+        label=label.says,
+        rows={"captured": store.n_rows, "with_label": label.says["rows"], "probed": len(label.rows)},
+        seconds=result.provenance["seconds"],
+    )
+    if config.report:
+        run.write_report(cell_report(run, probe.cell, label.says, result, figures))
+    row = cell_words(probe.cell) | {name: captured.get(name) for name in ("texts", "tokens", "nbytes")}
+    row |= sweep_facts(result)
+    row |= {"seconds_capture": captured.get("seconds_capture"), "seconds_probe": time.perf_counter() - started}
+    run.write_json(MARKER, {"settings": probe.settings, "summary": row})
+    return row
+
+
+def labelled_rows(
+    plan: CapturePlan, probe: ProbePlan, rows: pd.DataFrame, config: GridConfig
+) -> tuple[BinaryLabel, np.ndarray]:
+    """The captured rows to probe, each positive or not, and their groups.
+
+    Raises ValueError and TypeError as `binary_label` and `draw_groups`.
+    """
+    column = probe.cell.label.column
+    texts = rows["text"].to_numpy()
+    values = rows[column] if column in plan.data.token_labels else plan.data.table[column].iloc[texts]
+    label = binary_label(values.reset_index(drop=True), probe.cell.label)
+    says = label.says | {"rows": len(label.rows)}
+    groups = plan.data.table["group"].to_numpy()[texts[label.rows]]
+    kept = np.arange(len(label.rows))
+    if config.probe.rows is not None and len(kept) > config.probe.rows:
+        kept = draw_groups(groups, rows=config.probe.rows, seed=config.seed)
+    return BinaryLabel(label.rows[kept], label.positive[kept], says), groups[kept]
+
+
+def said_result(row: dict) -> str:
+    """The best layer and head of a finished cell, for the log."""
+    parts = []
+    for which in ("layer", "head"):
+        if row.get(f"best_{which}_site") is not None:
+            auroc, low, high = (row[f"best_{which}_auroc{part}"] for part in ("", "_low", "_high"))
+            parts.append(f"best {which} {row[f'best_{which}_site']} {auroc:.3f} [{low:.3f}, {high:.3f}]")
+    luck = "" if row["p_best_site"] is None else f", p {row['p_best_site']:.3f}"
+    return f"{'; '.join(parts)}; shuffled labels {row['control_auroc']:.3f}{luck}"
+
+
+def said_capture(facts: dict) -> str:
+    """The size of a finished capture, for the log."""
+    return f"{facts['rows']:,} rows of {facts['texts']:,} texts, {facts['sites']} sites, {said_bytes(facts['nbytes'])}"

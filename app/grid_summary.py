@@ -1,0 +1,125 @@
+"""The summary of a grid: a table with one row per cell, made anew from the folder after every cell.
+
+Status is one of: finished; failed (`error` says why, errors/<cell>.txt all of it); running elsewhere (another process
+holds the cell); waiting (not done yet, or not run because its capture failed, which `error` then says). Finished cells
+that are no longer in the settings stay in the table.
+"""
+
+import os
+import uuid
+from collections.abc import Sequence
+
+import pandas as pd
+
+from microtome.app.grid_cells import CaptureCell, ProbeCell, data_name, label_name, model_name, positions_name
+from microtome.app.grid_folder import GridFolder
+from microtome.app.grid_plan import CapturePlan
+from microtome.probes.sweep_result import Sweep
+
+FINISHED, FAILED, WAITING, ELSEWHERE = "finished", "failed", "waiting", "running elsewhere"
+_WORDS = ("cell", "model", "data", "sites", "positions", "label", "status", "error")
+_INTERVALS = tuple(
+    f"{which}_{part}"
+    for which in ("best_layer", "best_head")
+    for part in ("site", "auroc", "auroc_low", "auroc_high")
+)
+_TYPES = {
+    **dict.fromkeys(_WORDS, "str"),
+    **dict.fromkeys(("texts", "tokens", "rows", "groups"), "Int64"),
+    **{name: "str" if name.endswith("site") else "Float64" for name in _INTERVALS},
+    **dict.fromkeys(("control_auroc", "p_best_site"), "Float64"),
+    **dict.fromkeys(("selected_auroc", "selected_auroc_low", "selected_auroc_high"), "Float64"),
+    **dict.fromkeys(("seconds_capture", "seconds_probe"), "Float64"),
+    "nbytes": "Int64",
+    "run": "str",
+}
+
+
+def sweep_facts(result: Sweep) -> dict:
+    """What the summary says of a finished sweep, as plain values."""
+    table = result.table
+    best = table.loc[table["auroc"].idxmax()]
+    facts: dict = {"rows": len(result.positive), "groups": int(result.groups.max()) + 1}
+    for which, has_head in (("best_layer", False), ("best_head", True)):
+        of_kind = table[table["head"].notna() == has_head]
+        if len(of_kind):
+            row = of_kind.loc[of_kind["auroc"].idxmax()]
+            facts[f"{which}_site"] = str(row["site"])
+            facts |= {f"{which}_{name}": float(row[name]) for name in ("auroc", "auroc_low", "auroc_high")}
+    facts["control_auroc"] = float(best["control_auroc"])
+    facts["p_best_site"] = None if pd.isna(best["p_best_site"]) else float(best["p_best_site"])
+    facts |= {f"selected_{name}": getattr(result.selected, name) for name in ("auroc", "auroc_low", "auroc_high")}
+    return facts
+
+
+def summary(folder: GridFolder, plans: Sequence[CapturePlan], *, with_captures: bool) -> pd.DataFrame:
+    """The table of all cells; rows of captures, whose label is missing, only `with_captures`."""
+    rows = []
+    finished = folder.finished_cells()
+    for plan in plans:
+        if with_captures:
+            rows.append(_capture_row(folder, plan))
+        for probe in plan.probes:
+            facts = finished.pop(probe.cell.name, None)
+            rows.append(_probe_row(folder, probe.cell) if facts is None else _finished_row(folder, facts))
+    rows += [_finished_row(folder, facts) for facts in finished.values()]
+    table = pd.DataFrame([{name: row.get(name) for name in _TYPES} for row in rows], columns=list(_TYPES))
+    return table.astype(_TYPES)
+
+
+def write_summary(folder: GridFolder, plans: Sequence[CapturePlan], *, with_captures: bool) -> pd.DataFrame:
+    """Make the table and put it in the place of the one before."""
+    with folder.summary_locked():
+        table = summary(folder, plans, with_captures=with_captures)
+        scratch = folder.path / f".{uuid.uuid4().hex}"
+        try:
+            table.to_parquet(scratch)
+            with scratch.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(scratch, folder.summary_file)
+        finally:
+            scratch.unlink(missing_ok=True)
+    return table
+
+
+def cell_words(cell: CaptureCell | ProbeCell) -> dict:
+    """The columns that say which cell a row is about."""
+    capture = cell.capture if isinstance(cell, ProbeCell) else cell
+    words = {
+        "cell": cell.name,
+        "model": model_name(capture.model),
+        "data": data_name(capture.data),
+        "sites": "+".join(capture.sites),
+        "positions": positions_name(capture.positions),
+    }
+    return words | ({"label": label_name(cell.label)} if isinstance(cell, ProbeCell) else {})
+
+
+def _finished_row(folder: GridFolder, facts: dict) -> dict:
+    row = facts["summary"]
+    return {**row, "status": FINISHED, "run": str(folder.path / "cells" / row["cell"])}
+
+
+def _probe_row(folder: GridFolder, cell: ProbeCell) -> dict:
+    row = cell_words(cell) | _open_status(folder, cell)
+    reason = folder.error(cell.capture)
+    if row["status"] == WAITING and reason is not None:
+        row["error"] = f"not run: its capture failed ({reason})"
+    held = folder.capture_facts(cell.capture) or {}
+    return row | {name: held.get(name) for name in ("texts", "tokens", "seconds_capture", "nbytes")}
+
+
+def _capture_row(folder: GridFolder, plan: CapturePlan) -> dict:
+    held = folder.capture_facts(plan.cell) or {}
+    is_done = held.get("is_deleted") or folder.is_captured(plan.cell)
+    status = {"status": FINISHED} if is_done else _open_status(folder, plan.cell)
+    sizes = {name: held.get(name) for name in ("texts", "tokens", "rows", "seconds_capture", "nbytes")}
+    return cell_words(plan.cell) | status | sizes | {"run": str(folder.store(plan.cell))}
+
+
+def _open_status(folder: GridFolder, cell: CaptureCell | ProbeCell) -> dict:
+    """Of a cell that is not finished."""
+    if folder.is_busy(cell):
+        return {"status": ELSEWHERE}
+    error = folder.error(cell)
+    return {"status": WAITING} if error is None else {"status": FAILED, "error": error}
