@@ -15,7 +15,7 @@ from microtome.app.grid_config import GridConfig
 def run_grid(config_path: Path, steps: Sequence[str], *, dry_run: bool = False, as_json: bool = False) -> int:
     """Do the steps ("capture", "probe", or both) of a grid, or with `dry_run` only say what they would take.
 
-    Returns the exit code: 0 if every cell that was asked for is finished (or after a dry run), else 1.
+    Returns the exit code: 0 if every cell that was asked for is finished (in a dry run: can be done), else 1.
     Raises ValueError, KeyError, FileNotFoundError, FileExistsError before any work for settings that cannot be used.
     """
     config = read_grid(config_path)
@@ -31,12 +31,12 @@ def run_grid(config_path: Path, steps: Sequence[str], *, dry_run: bool = False, 
     plans = plan_grid(config)
     refuse_other_settings(folder, plans)
     if dry_run:
-        print_estimate(config, folder, plans, steps, as_json=as_json)
-        return 0
+        estimate = print_estimate(config, folder, plans, steps, as_json=as_json)
+        return 1 if (estimate["state"] == "cannot").any() else 0
     folder.create(config)
     table = run_cells(config, folder, plans, steps, GridLog(folder.log_file))
     if as_json:
-        print(json.dumps(records(table), indent=1))
+        print(json_text(records(table)))
     return 0 if is_finished(table, plans) else 1
 
 
@@ -59,6 +59,11 @@ def read_grid(path: Path) -> GridConfig:
 def records(table: pd.DataFrame) -> list[dict]:
     """The table's rows as plain values, missing ones null."""
     return json.loads(table.to_json(orient="records", double_precision=15))
+
+
+def json_text(value: list | dict) -> str:
+    """Plain values as JSON."""
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def _sentence(error: ErrorDetails) -> str:

@@ -14,7 +14,7 @@ Beware: YAML reads `no`, `off` and `1` as false, false and a number; put a class
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StrictInt, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"
 _CALLED = Field(None, pattern=_NAME, description="name in cells and folders; by default made from the name or file")
@@ -113,7 +113,15 @@ Data = Annotated[
     Discriminator(_kind_of_data),
     BeforeValidator(_named),
 ]
-Position = Literal["last", "first", "mean", "all"] | StrictInt
+
+
+def _position(value: Any) -> Any:
+    if value not in ("last", "first", "mean", "all") and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ValueError("give last, first, mean, all, or an index such as -2.")
+    return value
+
+
+Position = Annotated[int | str, BeforeValidator(_position)]
 SiteSet = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_listed), Field(min_length=1)]
 
 

@@ -49,7 +49,9 @@ class GridData:
             names = [name for name in self.defaults if (name in self.token_labels) == is_of_tokens]
             wanted = [LabelSettings(column=name) for name in names]
         if not wanted:
-            raise ValueError(f"data set {self.name!r} has no label to probe at positions: {positions}. {self._offered()}")
+            raise ValueError(
+                f"data set {self.name!r} has no label to probe at positions: {positions}. {self._offered()}"
+            )
         for label in wanted:
             self._check(label, positions)
         return list(wanted)

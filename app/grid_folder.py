@@ -103,7 +103,9 @@ class GridFolder:
 
     def is_captured(self, cell: CaptureCell) -> bool:
         """Whether the whole capture is on disk."""
-        return self.store(cell).is_dir() and self.capture_facts(cell) is not None and store_info(self.store(cell)).is_whole
+        return (
+            self.store(cell).is_dir() and self.capture_facts(cell) is not None and store_info(self.store(cell)).is_whole
+        )
 
     def fresh_run(self, cell: ProbeCell, config: GridConfig) -> Run:
         """A new run folder for a cell; what an unfinished one of before left is deleted."""

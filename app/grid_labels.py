@@ -1,4 +1,4 @@
-"""A label column made binary, and the rows that are probed: what is missing is left out, and a limit keeps whole groups.
+"""A label column made binary, and the rows that are probed: without missing labels, and at most so many.
 
     {column: c}                 two values, the larger is positive, as in a sweep
     {column: c, positive: p}    c = p against every other value
@@ -85,14 +85,18 @@ def _one_against_others(known: pd.Series, wanted: bool | int | float | str, colu
                          for value in known], dtype=bool)  # fmt: skip
     if not positive.any() or positive.all():
         which = "every row" if positive.all() else "no row"
-        hint = " YAML reads a bare yes or no as true or false: put the class in quotes." if wanted in (True, False) else ""
+        hint = (
+            " YAML reads a bare yes or no as true or false: put the class in quotes." if wanted in (True, False) else ""
+        )
         raise ValueError(f"{column}: {which} is {wanted!r}; its values are {_values(known)}.{hint}")
     return positive, {"positive": str(wanted), "negative": "all others"}
 
 
 def _above(known: pd.Series, limit: float | str, column: str) -> tuple[np.ndarray, dict]:
     if not pd.api.types.is_numeric_dtype(known) or pd.api.types.is_bool_dtype(known):
-        raise TypeError(f"{column}: 'above' needs numbers; its values are {_values(known)}. Use 'positive' for a class.")
+        raise TypeError(
+            f"{column}: 'above' needs numbers; its values are {_values(known)}. Use 'positive' for a class."
+        )
     value = float(known.median() if limit == "median" else limit)
     positive = (known > value).to_numpy(dtype=bool)
     if not positive.any() or positive.all():

@@ -31,7 +31,7 @@ class GridLog:
         print(written, end="", file=sys.stderr, flush=True)
 
 
-def said_seconds(seconds: float) -> str:
+def said_seconds(seconds: int | float) -> str:
     """`0.4 s`, `41 s`, `3 min 05 s`, `2 h 04 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
@@ -44,7 +44,7 @@ def said_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def said_bytes(n_bytes: float) -> str:
+def said_bytes(n_bytes: int | float) -> str:
     """`512 B`, `3.1 kB`, `120 MB`, `4.2 GB`, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if n_bytes < 999.5:

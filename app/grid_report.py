@@ -10,7 +10,10 @@ from microtome.figures.report import Section, html_report
 from microtome.probes.sweep_result import Sweep
 
 _CAPTIONS = {
-    "head_map": ("Heads", "A cross marks a head that does not stand out from the best of all sites on shuffled labels."),
+    "head_map": (
+        "Heads",
+        "A cross marks a head that does not stand out from the best of all sites on shuffled labels.",
+    ),
     "layer_curve": ("Layers", "The line across is what the best of all sites reaches in 5 % of shuffled labellings."),
 }
 

@@ -91,7 +91,7 @@ class _GridRun:
                     self._delete_if_done(plan)
 
     def _attempt(self, cell: CaptureCell | ProbeCell, work: Callable[[], bool]) -> None:
-        """Do a cell's work under its lock; `work` says whether there was any. Whatever it raises is the cell's alone."""
+        """Do a cell's work under its lock; `work` says if there was any. Whatever it raises is the cell's alone."""
         if cell.name in self.settled:
             return
         try:
@@ -223,14 +223,20 @@ class _GridRun:
         counts = asked["status"].value_counts()
         rest = seconds - sum(self.seconds.values())
         spent = ", ".join(f"{name} {said_seconds(value)}" for name, value in [*self.seconds.items(), ("rest", rest)])
-        lines = [
-            f"{counts.get(FINISHED, 0)} of {len(asked)} cells are finished, {counts.get(FAILED, 0)} failed. "
-            f"This took {said_seconds(seconds)}: {spent}."
-        ]
         still_open = asked[asked["status"] != FINISHED]
-        for row in still_open.itertuples():
-            why = row.error if isinstance(row.error, str) else row.status
-            lines.append(f"  {'FAILED ' if row.status == FAILED else ''}{row.cell}: {why}")
+        names = set(asked["cell"])
+        captures = [plan.cell for plan in self.plans if plan.cell.name not in names and self.folder.error(plan.cell)]
+        failed = [f"  FAILED {cell.name}: {self.folder.error(cell)}" for cell in captures]
+        failed += [f"  FAILED {row.cell}: {row.error}" for row in still_open.itertuples() if row.status == FAILED]
+        without = {probe.cell.name for plan in self.plans if plan.cell in captures for probe in plan.probes}
+        lines = [
+            f"{counts.get(FINISHED, 0)} of {len(asked)} cells are finished; {len(failed)} failed. "
+            f"This took {said_seconds(seconds)}: {spent}.",
+            *failed,
+        ]
+        for row in still_open[still_open["status"] != FAILED].itertuples():
+            why = "not run, because its capture failed" if row.cell in without else row.status
+            lines.append(f"  {why}: {row.cell}")
         if (still_open["status"] == ELSEWHERE).any():
             lines.append("Another process is at work on some cells; this one found nothing more to do.")
         lines.append(f"All cells: {self.folder.summary_file}")

@@ -19,9 +19,7 @@ from microtome.probes.sweep_result import Sweep
 FINISHED, FAILED, WAITING, ELSEWHERE = "finished", "failed", "waiting", "running elsewhere"
 _WORDS = ("cell", "model", "data", "sites", "positions", "label", "status", "error")
 _INTERVALS = tuple(
-    f"{which}_{part}"
-    for which in ("best_layer", "best_head")
-    for part in ("site", "auroc", "auroc_low", "auroc_high")
+    f"{which}_{part}" for which in ("best_layer", "best_head") for part in ("site", "auroc", "auroc_low", "auroc_high")
 )
 _TYPES = {
     **dict.fromkeys(_WORDS, "str"),

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from microtome.data.provenance import environment
 
 _SUFFIX = {"tables": ".parquet", "arrays": ".safetensors", "figures": ".json", "values": ".json"}
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+\-]*")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Run:
 
         config: the command's settings, from which the run can be repeated. overwrite: put a run that is there already
         aside, as `root/.name.previous`, in place of the one that was there before it.
-        Raises ValueError for a name with anything but letters, digits and `_ . -`; FileExistsError if the folder is
+        Raises ValueError for a name with anything but letters, digits and `_ . + -`; FileExistsError if the folder is
         there and overwrite is False, or holds something that is no run; TypeError for a setting that YAML cannot hold.
         """
         path = cls.require_free(root, name, overwrite=overwrite)
@@ -261,7 +261,8 @@ def _is_run(path: Path) -> bool:
 def _check_name(name: str, what: str) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
         raise ValueError(
-            f"{name!r} is no name for {what}. Use letters, digits, '_', '-' and single dots, none first; no folders."
+            f"{name!r} is no name for {what}. Use letters, digits, '_', '-', '+' and single dots, with a letter, digit "
+            "or '_' first; no folders."
         )
 
 

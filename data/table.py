@@ -27,9 +27,9 @@ def read_table(
     """The file's texts and labels, in file order, with a fresh index.
 
     text, label, group: the file's columns that become `text` (str), `label` (as it is: bool, number or str, two or
-    more values) and `group` (as it is); without `label` or `group` there is no such column. keep: further columns, under their
-    own names. CSV has a header line; both CSV and JSONL are UTF-8. In a CSV, a label or kept column of numbers alone,
-    or of true and false, becomes that type; texts and groups stay text ("007" is not 7).
+    more values) and `group` (as it is); label=None or group=None leaves that column out. keep: further columns, under
+    their own names. CSV has a header line; both CSV and JSONL are UTF-8. In a CSV, a label or kept column of numbers
+    alone, or of true and false, becomes that type; texts and groups stay text ("007" is not 7).
 
     Raises FileNotFoundError; KeyError for a column that the file lacks; ValueError for another suffix, a file that
     cannot be parsed or has no rows, or a missing text, label or group (the message names the row, counted from 0);
