@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from microtome.capture.sites import Site
+from microtome.capture.stored_tensor import StoredTensor, in_memory
 
 # Some 40 MB of float64; a wider table is nothing that pandas is of use for.
 MAX_CELLS = 5_000_000
 
 
-def wide_frame(rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: str = "components") -> pd.DataFrame:
+def wide_frame(
+    rows: pd.DataFrame, tensors: Mapping[Site, Tensor | StoredTensor], *, values: str = "components"
+) -> pd.DataFrame:
     """The row table and, to its right, `z.5.3[0]`, `z.5.3[1]`, ... (components) or `z.5.3` (Euclidean norms).
 
     Half-precision values become float32; others keep their type.
@@ -31,7 +34,7 @@ def wide_frame(rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: st
         )
     frames = [rows]
     for site, tensor in parts.items():
-        wide = tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
+        wide = in_memory(tensor).detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
         if values == "norms":
             frames.append(pd.DataFrame({str(site): wide.norm(dim=1).numpy()}))
         else:
@@ -40,7 +43,7 @@ def wide_frame(rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: st
     return pd.concat(frames, axis=1)
 
 
-def _per_head(tensors: Mapping[Site, Tensor]) -> list[tuple[Site, Tensor]]:
+def _per_head(tensors: Mapping[Site, Tensor | StoredTensor]) -> list[tuple[Site, Tensor | StoredTensor]]:
     parts = []
     for site, tensor in tensors.items():
         if tensor.dim() == 3:

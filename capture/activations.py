@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from pandas.api.types import union_categoricals
 from torch import Tensor
 
 from microtome.capture.activation_checks import as_tensors, check_axes, check_finite, check_rows
@@ -25,6 +26,7 @@ from microtome.capture.activation_files import load_activations, save_activation
 from microtome.capture.activation_frames import wide_frame
 from microtome.capture.activation_sites import find_tensor, select_tensors, summarise
 from microtome.capture.sites import Site
+from microtome.capture.stored_tensor import StoredTensor, joined
 
 SiteName = str | tuple | Site
 
@@ -42,7 +44,7 @@ class Activations:
     """
 
     rows: pd.DataFrame
-    tensors: dict[Site, Tensor]
+    tensors: dict[Site, Tensor | StoredTensor]
     provenance: dict[str, Any]
 
     def __post_init__(self):
@@ -134,10 +136,10 @@ class Activations:
         if shared and not same_texts:
             starts = np.cumsum([0, *(int(table["text"].max()) + 1 for table in tables)])
             tables = [table.assign(text=table["text"] + start) for table, start in zip(tables, starts, strict=False)]
-        tensors = {site: torch.cat([part.tensors[site] for part in parts]) for site in parts[0].tensors}
+        tensors = {site: joined([part.tensors[site] for part in parts]) for site in parts[0].tensors}
         same = all(part.provenance == parts[0].provenance for part in parts)
         provenance = parts[0].provenance if same else {"parts": [part.provenance for part in parts]}
-        return cls(pd.concat(tables, ignore_index=True), tensors, provenance)
+        return Activations(_stacked(tables), tensors, provenance)
 
     @classmethod
     def load(cls, path: str | Path, *, verify: bool = True) -> "Activations":
@@ -255,6 +257,13 @@ class Activations:
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(repr(self))}</p>{self.rows.head().to_html(escape=True)}"
+
+
+def _stacked(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """Row tables one after the other; a column of categories stays one."""
+    rows = pd.concat(tables, ignore_index=True)
+    shared = [name for name in rows if all(isinstance(table[name].dtype, pd.CategoricalDtype) for table in tables)]
+    return rows.assign(**{name: union_categoricals([table[name] for table in tables]) for name in shared})
 
 
 def _layout(activations: Activations) -> dict[Site, tuple]:
