@@ -25,8 +25,9 @@ from microtome.app.grid_log import said_bytes, said_error, said_seconds
 from microtome.app.grid_plan import CapturePlan, ProbePlan
 from microtome.app.grid_probe import labelled_rows
 from microtome.app.grid_run import needs_capture
+from microtome.app.grid_store import store_progress
 from microtome.app.grid_summary import FINISHED
-from microtome.capture import LoadedModel, Store, capture, estimate_capture, load_model, store_info
+from microtome.capture import LoadedModel, Store, capture, estimate_capture, load_model
 from microtome.capture.batches import MAX_TOKENS
 from microtome.probes.bootstrap import bootstrap_accuracy, bootstrap_auroc
 from microtome.probes.nested_fit import nested_fits
@@ -81,11 +82,13 @@ def print_estimate(
         return table
     widths = max(map(len, [*table["cell"], "cell"]))
     print(f"{'step':<8}{'cell':<{widths + 2}}{'state':<12}{'rows':>10}{'bytes':>10}{'time':>14}")
-    for row in table.itertuples():
-        cells = ("" if pd.isna(value) else said for value, said in _said(row))
-        print(f"{row.step:<8}{row.cell:<{widths + 2}}{row.state:<12}" + "{:>10}{:>10}{:>14}".format(*cells))
-        if isinstance(row.error, str):
-            print(f"{'':<8}{row.error}")
+    for row in records(table):
+        rows = "" if row["rows"] is None else f"{row['rows']:,}"
+        size = "" if row["nbytes"] is None else said_bytes(row["nbytes"])
+        took = "" if row["seconds"] is None else said_seconds(row["seconds"])
+        print(f"{row['step']:<8}{row['cell']:<{widths + 2}}{row['state']:<12}{rows:>10}{size:>10}{took:>14}")
+        if row["error"] is not None:
+            print(f"{'':<8}{row['error']}")
     print(
         f"\nStill to do: {said_seconds(totals['seconds'])}, {said_bytes(totals['nbytes'])} to write; "
         f"{said_bytes(free)} are free where {folder.path} is or will be."
@@ -93,14 +96,6 @@ def print_estimate(
     if totals["nbytes"] > free:
         print("That is more than is free. Keep fewer sites or texts, float16, or keep_activations: false.")
     return table
-
-
-def _said(row) -> list[tuple]:
-    return [
-        (row.rows, f"{row.rows:,}" if not pd.isna(row.rows) else ""),
-        (row.nbytes, said_bytes(row.nbytes) if not pd.isna(row.nbytes) else ""),
-        (row.seconds, said_seconds(row.seconds) if not pd.isna(row.seconds) else ""),
-    ]
 
 
 def _capture_row(
@@ -127,11 +122,9 @@ def _capture_row(
         shapes = _shapes(capture(loaded, texts[:2], sites, plan.cell.positions, progress=False, **place))
     except _MODEL_ERRORS as error:
         return row | {"state": CANNOT, "error": said_error(error)}, [], None
-    left, state = 1.0, TO_DO
-    if folder.store(plan.cell).is_dir() and folder.capture_facts(plan.cell) is not None:
-        info = store_info(folder.store(plan.cell))
-        left, state = 1 - info.finished_shards / max(info.shards, 1), TO_RESUME
-    sizes = {"rows": estimate.rows, "nbytes": round(estimate.nbytes * left), "seconds": estimate.seconds * left}
+    begun = store_progress(folder.store(plan.cell))
+    left, state = (1.0, TO_DO) if begun is None else (1 - begun.share, TO_RESUME)
+    sizes = {"rows": estimate.rows, "nbytes": round(estimate.nbytes * left), "seconds": (estimate.seconds or 0) * left}
     return row | {"state": state} | sizes, shapes, estimate.rows
 
 
@@ -176,30 +169,35 @@ def _shapes(activations) -> list[Shape]:
 def _seconds_per_probe(rows: int, width: int, settings: ProbeSettings) -> float:
     """Seconds for one probe of this size: an outer fold of fits and of the null, times the folds, and its intervals."""
     print(f"timing probes of {rows:,} rows by {width}", file=sys.stderr)
-    n = max(rows, 2 * settings.folds * settings.inner_folds)
+    folds, inner_folds = settings.folds, settings.inner_folds
+    per_fold = max(-(-rows // folds), 4 * inner_folds)
+    n = per_fold * folds
     generator = torch.Generator().manual_seed(0)
     together = _HEADS_TIMED if width <= 256 else 1
     spectrum = torch.arange(1, width + 1).float() ** -0.7
     mixed = torch.randn(width, width, generator=generator) / width**0.5
     hidden = torch.randn(together, n, width, generator=generator) * spectrum
-    positive = hidden[0, :, 0] + torch.randn(n, generator=generator) > 0
-    shuffles = torch.stack([positive[torch.randperm(n, generator=generator)] for _ in range(settings.permutations)])
-    fold = torch.arange(n) % settings.folds
-    test = fold == torch.arange(settings.folds)[:, None]
-    inner = (torch.arange(n) // settings.folds) % settings.inner_folds
-    nested = ((inner == torch.arange(settings.inner_folds)[:, None]) & ~test[0])[None]
+    test = torch.arange(n) % folds == torch.arange(folds)[:, None]
+    inner = (torch.arange(n) // folds) % inner_folds == torch.arange(inner_folds)[:, None]
+    nested = (inner & ~test[0])[None]
+    # half of every fold is positive, in shuffles too: rows [per fold, fold] are shuffled down the columns
+    told = (hidden[0, :, 0] + torch.randn(n, generator=generator)).view(per_fold, folds)
+    halves = told.argsort(0).argsort(0) < per_fold // 2
+    orders = torch.rand(settings.permutations, per_fold, folds, generator=generator).argsort(1)
+    shuffles = halves.expand(len(orders), -1, -1).gather(1, orders).reshape(len(orders), n)
+    positive = halves.reshape(n)
     features = hidden @ mixed
     started = time.perf_counter()
     [*_] = nested_fits(features, torch.stack([positive, shuffles[0]]), test[:1], nested)
     ridge_auroc(features, torch.cat([positive[None], shuffles]), test[:1])
-    per_fold = time.perf_counter() - started
+    one_fold = time.perf_counter() - started
     started = time.perf_counter()
     scores = features[..., 0].double()
     groups = torch.arange(n)
     bootstrap_auroc(scores, positive, groups, test, draws=settings.bootstraps)
     bootstrap_accuracy((scores > 0) == positive, groups, draws=settings.bootstraps)
     intervals = 2 * (time.perf_counter() - started)  # of the labels and of the shuffled ones
-    return (per_fold * settings.folds + intervals) / together
+    return (one_fold * folds + intervals) / together
 
 
 def _nearest(path: Path) -> Path:

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from microtome.app.grid_cells import CaptureCell, ProbeCell
 from microtome.app.grid_config import GridConfig
 from microtome.app.grid_log import said_error
-from microtome.capture import store_info
+from microtome.app.grid_store import store_progress
 from microtome.data.runs import Run
 
 MARKER = "cell"
@@ -103,9 +103,8 @@ class GridFolder:
 
     def is_captured(self, cell: CaptureCell) -> bool:
         """Whether the whole capture is on disk."""
-        return (
-            self.store(cell).is_dir() and self.capture_facts(cell) is not None and store_info(self.store(cell)).is_whole
-        )
+        progress = store_progress(self.store(cell))
+        return progress is not None and progress.is_whole and self.capture_facts(cell) is not None
 
     def fresh_run(self, cell: ProbeCell, config: GridConfig) -> Run:
         """A new run folder for a cell; what an unfinished one of before left is deleted."""

@@ -26,12 +26,13 @@ from microtome.app.grid_folder import CellIsBusy, GridFolder
 from microtome.app.grid_log import GridLog, said_error, said_seconds
 from microtome.app.grid_plan import CapturePlan, ProbePlan
 from microtome.app.grid_probe import run_probe, said_capture, said_result
+from microtome.app.grid_store import store_progress
 from microtome.app.grid_summary import ELSEWHERE, FAILED, FINISHED, write_summary
 from microtome.capture import LoadedModel, capture, load_model
 from microtome.capture.batches import MAX_TOKENS
+from microtome.capture.token_labels import ROW_COLUMNS
 
 STEPS = ("capture", "probe")
-_NOT_A_LABEL = ("text", "position", "token", "string", "token_ids")  # columns that the row table has itself
 
 
 def run_cells(
@@ -120,10 +121,17 @@ class _GridRun:
         if not needs_capture(self.folder, plan, self.steps):
             return False
         loaded = load()
-        table, settings = plan.data.table, self.config.capture
-        is_begun = self.folder.store(cell).is_dir()
-        self.log.line(f"{'resuming capture' if is_begun else 'capturing'} {cell.name}: {len(table):,} texts")
-        self.folder.write_capture_facts(cell, {"settings": plan.settings})
+        table, settings, path = plan.data.table, self.config.capture, self.folder.store(cell)
+        begun = store_progress(path)
+        # a store goes on with the columns that it began with, though labels were added since
+        columns = (self.folder.capture_facts(cell) or {}).get("columns") if begun is not None else None
+        columns = [name for name in columns or table if name in table and name not in ROW_COLUMNS]
+        self.log.line(
+            f"capturing {cell.name}: {len(table):,} texts"
+            + (f", {begun.share:.0%} of the tokens are there already" if begun is not None else "")
+        )
+        self.folder.write_capture_facts(cell, {"settings": plan.settings, "columns": columns})
+        sizes = {} if settings.shard_mb is None else {"shard_bytes": settings.shard_mb * 10**6}
         started = time.perf_counter()
         try:
             store = capture(
@@ -131,25 +139,28 @@ class _GridRun:
                 table["text"].tolist(),
                 list(cell.sites),
                 cell.positions,
-                labels=table.drop(columns=[name for name in _NOT_A_LABEL if name in table]),
+                labels=table[columns],
                 token_labels=plan.data.token_labels if cell.positions == "all" else None,
                 truncate=settings.truncate,
                 dtype=getattr(torch, settings.dtype),
                 max_tokens=settings.max_tokens or MAX_TOKENS,
+                store=path,
                 progress=sys.stderr.isatty(),
-                store=self.folder.store(cell),
+                **sizes,
             )
         finally:
             seconds = time.perf_counter() - started
             self.seconds["captures"] += seconds
+        whole = store_progress(path)
         facts = {
             "settings": plan.settings,
-            "texts": int(store.rows["text"].nunique()),
-            "tokens": int(store.provenance["texts"]["tokens"]),
+            "columns": columns,
+            "texts": len(table),
+            "tokens": whole.tokens,
             "rows": store.n_rows,
             "sites": len(store.sites),
             "nbytes": store.nbytes,
-            "seconds_capture": round(seconds, 3),
+            "seconds_capture": whole.seconds,  # of all shards, those of before an interruption too
         }
         self.folder.write_capture_facts(cell, facts)
         self.log.line(f"captured {cell.name} in {said_seconds(seconds)}: {said_capture(facts)}")
