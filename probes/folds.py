@@ -84,6 +84,7 @@ def _deal(content: Integer[np.ndarray, "group class"], folds: int, rng: np.rando
     share = kinds / content.sum(axis=0)
     filled = np.zeros((folds, content.shape[1]))
     fold_of_group = np.empty(len(content), dtype=np.int64)
+    taken = np.eye(folds)[:, :, None]  # [candidate, fold, class]: the candidate fold takes the group
     for kind in np.argsort(-kinds.sum(axis=1), kind="stable"):
         members = rng.permutation(np.flatnonzero(kind_of_group == kind))
         even = len(members) // folds
@@ -91,9 +92,7 @@ def _deal(content: Integer[np.ndarray, "group class"], folds: int, rng: np.rando
         filled += even * share[kind]
         for member in members[even * folds :]:
             # spread of the class shares over folds if this fold took the group; ties go to the emptiest fold
-            spread = [
-                (filled + share[kind] * (np.arange(folds) == fold)[:, None]).std(axis=0).sum() for fold in range(folds)
-            ]
+            spread = (filled + share[kind] * taken).std(axis=1).sum(axis=1)
             fold = np.lexsort((np.arange(folds), filled.sum(axis=1), np.round(spread, 12)))[0]
             fold_of_group[member] = fold
             filled[fold] += share[kind]

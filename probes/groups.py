@@ -94,10 +94,13 @@ def normalised_texts(texts: Iterable, *, n_rows: int) -> np.ndarray:
     if len(texts) != n_rows:
         raise ValueError(f"texts has {len(texts)} entries for {n_rows} rows. Pass one string per row.")
     compared = np.empty(n_rows, dtype=object)
+    known: dict[str, str] = {}  # rows of single tokens repeat their text
     for row, text in enumerate(texts):
         if isinstance(text, str):
-            visible = "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
-            compared[row] = " ".join(visible.casefold().split())
+            if text not in known:
+                visible = "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+                known[text] = " ".join(visible.casefold().split())
+            compared[row] = known[text]
         elif not pd.api.types.is_scalar(text) or not pd.isna(text):
             raise TypeError(f"texts[{row}] is {text!r} ({type(text).__name__}); every text must be a string.")
     return compared

@@ -14,13 +14,18 @@ one standardised feature carries, which stays clear of interpolation where featu
 Shuffles respect groups: within a fold, groups of equal size exchange their labels, then the rows inside each group do.
 A label that is constant in a group so moves group by group; a true/false pair flips its sign. Exchange stays within a
 fold because folds were stratified by the real labels: across folds, real and shuffled labels would not be alike.
+Groups of one label whose size is rare in their fold (tokens of texts: every length occurs once) exchange with those of
+the nearest sizes: kept to their own size they would keep the real labels, and the shuffle would be none. The number of
+positive groups of a fold then stays what it was, that of positive rows does so roughly.
 
-Beware: groups that are alone with their size and have one label cannot be shuffled at all. Fewer than 20 arrangements
-of the labels are an error, since p could not reach 0.05.
+Beware: a group with rows of both labels and a size of its own is shuffled inside alone, so what the group as a whole
+tells of its share of positive rows stays in the shuffles. Fewer than 20 arrangements of the labels are an error, since
+p could not reach 0.05.
 """
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -33,6 +38,7 @@ from microtome.probes.metrics import auroc
 
 RIDGE = 1.0
 _FEWEST_ARRANGEMENTS = 20
+_FEWEST_EXCHANGED = 5  # groups of one label that are fewer look for partners of other sizes
 _CHUNK_BYTES = 2**23  # scores of one chunk of sites stay near the cache
 
 
@@ -57,11 +63,13 @@ def group_permutations(
     """Shuffled labels: equal-size groups of a fold exchange theirs, then the rows inside each group.
 
     `test` assigns every row to one fold and keeps groups whole (`grouped_folds`). Every shuffle keeps each fold's class
-    counts. Raises ValueError if fewer than 20 different label rows can come out.
+    counts, unless groups of one label and a rare size exchange with others (see above). Raises ValueError if fewer than
+    20 different label rows can come out.
     """
     rng = np.random.default_rng(seed)
-    blocks = _exchangeable_blocks(groups, test)
+    blocks, mingled = _exchangeable(positive, groups, test)
     log_arrangements = sum(_log_arrangements(positive[rows]) for rows in blocks)
+    log_arrangements += sum(_log_arrangements(_one_label_each(positive, members)[:, None]) for members in mingled)
     if log_arrangements < math.log(_FEWEST_ARRANGEMENTS - 0.5):
         arrangements = round(math.exp(log_arrangements))
         raise ValueError(
@@ -76,6 +84,10 @@ def group_permutations(
         if rows.shape[1] > 1:
             moved = rng.permuted(moved, axis=2)
         shuffled[:, rows] = moved
+    for members in mingled:
+        label = _one_label_each(positive, members)
+        moved = rng.permuted(np.tile(label, (permutations, 1)), axis=1)
+        shuffled[:, np.concatenate(members)] = np.repeat(moved, [len(rows) for rows in members], axis=1)
     return shuffled
 
 
@@ -124,16 +136,44 @@ def best_site_null(statistics: Float64[Tensor, "site labelling"]) -> BestSiteNul
     )
 
 
-def _exchangeable_blocks(groups: np.ndarray, test: np.ndarray) -> list[Int64[np.ndarray, "group row"]]:
-    """Rows of the groups that may exchange labels: one [group, row] table per fold and group size."""
+def _exchangeable(
+    positive: np.ndarray, groups: np.ndarray, test: np.ndarray
+) -> tuple[list[Int64[np.ndarray, "group row"]], list[list[np.ndarray]]]:
+    """Rows of the groups that may exchange labels: [group, row] tables, one per fold and size, and lists of groups of
+    several sizes with one label each."""
+    blocks, mingled = [], []
+    rare: dict[int, list[np.ndarray]] = {}
+    for (fold, _), rows in _by_fold_and_size(groups, test).items():
+        is_rare = len(rows) < _FEWEST_EXCHANGED and bool((positive[rows] == positive[rows[:, :1]]).all())
+        if is_rare:
+            rare.setdefault(fold, []).append(rows)
+        else:
+            blocks.append(rows)
+    for of_fold in rare.values():  # by size, ascending
+        if len(of_fold) == 1:
+            blocks += of_fold
+            continue
+        members = [group for rows in of_fold for group in rows]
+        n_parts = max(1, len(members) // _FEWEST_EXCHANGED)
+        bounds = np.linspace(0, len(members), n_parts + 1).astype(int)
+        mingled += [members[first:stop] for first, stop in pairwise(bounds)]
+    return blocks, mingled
+
+
+def _by_fold_and_size(groups: np.ndarray, test: np.ndarray) -> dict[tuple[int, int], Int64[np.ndarray, "group row"]]:
+    """Rows of the groups of each fold and size, ascending by both."""
     by_group = np.argsort(groups, kind="stable")
     _, start, size = np.unique(groups[by_group], return_index=True, return_counts=True)
     fold = test.argmax(axis=0)[by_group[start]]
-    blocks = []
+    tables = {}
     for f, k in sorted(set(zip(fold.tolist(), size.tolist(), strict=True))):
         first = start[(fold == f) & (size == k)]
-        blocks.append(by_group[first[:, None] + np.arange(k)])
-    return blocks
+        tables[f, k] = by_group[first[:, None] + np.arange(k)]
+    return tables
+
+
+def _one_label_each(positive: np.ndarray, members: list[np.ndarray]) -> Bool[np.ndarray, " group"]:
+    return positive[[rows[0] for rows in members]]
 
 
 def _log_arrangements(positive: Bool[np.ndarray, "group row"]) -> float:

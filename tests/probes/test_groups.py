@@ -2,7 +2,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from microtome.probes.groups import group_codes, merged_groups
+from microtome.probes import groups as groups_module
+from microtome.probes.groups import group_codes, merged_groups, normalised_texts
 
 TEXTS = ["A cat sat", "a  CAT sat ", "Straße", "STRASSE", "dogs", "birds"]
 
@@ -80,3 +81,14 @@ def test_bad_texts_are_named():
         group_codes([1, 2], n_rows=2, texts=["a", 5])
     with pytest.raises(ValueError, match="needs texts or entities"):
         merged_groups("rows")
+
+
+def test_a_text_is_normalised_once_however_many_tokens_it_has(monkeypatch):
+    seen = []
+    real = groups_module.unicodedata.normalize
+    monkeypatch.setattr(
+        groups_module.unicodedata, "normalize", lambda form, text: seen.append(text) or real(form, text)
+    )
+    compared = normalised_texts(["One  Text", "two", None, "One  Text"] * 500, n_rows=2000)
+    assert compared[:4].tolist() == ["one text", "two", None, "one text"]
+    assert seen == ["One  Text", "two"]

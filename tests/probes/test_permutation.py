@@ -39,6 +39,34 @@ def test_shuffles_respect_groups_and_folds(design):
         assert (shuffled.reshape(50, 40, 2).sum(axis=2) == 1).all()
 
 
+def test_texts_of_all_lengths_exchange_the_label_that_each_has():
+    # tokens of texts: 24 lengths, each once, one label per text
+    groups = np.repeat(np.arange(24), np.arange(24) + 5)
+    positive = (np.arange(24) % 2 == 0)[groups]
+    test = groups % 3 == np.arange(3)[:, None]
+    shuffled = group_permutations(positive, groups, test, permutations=400, seed=0)
+    first = np.unique(groups, return_index=True)[1]
+    assert (shuffled == shuffled[:, first][:, groups]).all()
+    by_group = shuffled[:, first]
+    for fold in range(3):
+        assert (by_group[:, fold::3].sum(axis=1) == 4).all()
+    assert (by_group != positive[first]).any(axis=0).all()
+    # where a label stays in half of the shuffles, the shuffle owes nothing to the real one
+    assert np.abs((by_group == positive[first]).mean(axis=0) - 0.5).max() < 0.15
+
+
+def test_a_rare_size_exchanges_and_a_frequent_one_keeps_to_itself():
+    sizes = np.repeat([3, 4, 9], [12, 2, 1])
+    groups = np.repeat(np.arange(15), sizes)
+    positive = (np.arange(15) % 2 == 0)[groups]
+    test = np.ones((1, len(groups)), dtype=bool)
+    shuffled = group_permutations(positive, groups, test, permutations=200, seed=0)
+    by_group = shuffled[:, np.unique(groups, return_index=True)[1]]
+    assert (by_group[:, :12].sum(axis=1) == 6).all()
+    assert (by_group[:, 12:].sum(axis=1) == 2).all()
+    assert by_group[:, 14].mean() == pytest.approx(2 / 3, abs=0.1)
+
+
 def test_every_arrangement_is_equally_likely():
     # 6 rows of one fold, 3 positive: 20 arrangements
     positive, groups, test = np.arange(6) < 3, np.arange(6), np.ones((1, 6), dtype=bool)
@@ -139,8 +167,9 @@ def test_p_value_by_hand():
 def test_labels_that_cannot_move_are_refused():
     groups = np.repeat(np.arange(4), [1, 2, 3, 4])
     positive = np.array([False, True, False, True])[groups]
+    each_alone = groups == np.arange(4)[:, None]
     with pytest.raises(ValueError, match=r"Only 1 arrangement\(s\) of the labels respect the groups"):
-        group_permutations(positive, groups, np.ones((1, 10), dtype=bool), permutations=9, seed=0)
+        group_permutations(positive, groups, each_alone, permutations=9, seed=0)
     positive, groups = np.arange(4) < 2, np.arange(4)
     with pytest.raises(ValueError, match=r"Only 6 arrangement.*no p-value below 0\.17"):
         group_permutations(positive, groups, np.ones((1, 4), dtype=bool), permutations=9, seed=0)

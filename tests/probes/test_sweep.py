@@ -155,6 +155,23 @@ def test_all_positions_of_a_text_need_its_group():
     assert (result.control_positive.reshape(40, 3).float().std(dim=1) == 0).all()
 
 
+def test_tokens_of_unlike_texts_get_a_control_that_is_none_of_the_real_label():
+    # one label per text, every text of another length: kept to their lengths, no label would move
+    text = np.repeat(np.arange(60), np.random.default_rng(0).permutation(60) + 3)
+    labels = balanced(60)[text]
+    features = noise(60, 8)[text] + 0.3 * noise(len(text), 8, seed=1)
+    features[:, 0] += torch.from_numpy(labels) * 4.0
+    rows = pd.DataFrame({"text": text, "position": 0, "string": [f"text {t}" for t in text]})
+    activations = Activations.from_arrays({"resid_post.0": features}, rows=rows)
+    controls = []
+    for seed in range(8):
+        result = sweep(activations, labels, groups="text", **QUICK, seed=seed)
+        assert result.table["auroc"][0] > 0.95
+        assert result.table["p_best_site"][0] == 0.01
+        controls.append(result.table["control_auroc"][0])
+    assert np.mean(controls) == pytest.approx(0.5, abs=0.12)
+
+
 def test_scores_are_those_of_the_nested_fit():
     features, labels = noise(80, 5), balanced(80)
     result = sweep({"resid_post.0": features}, labels, groups="rows", **QUICK)
