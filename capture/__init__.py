@@ -15,6 +15,11 @@ from microtome.capture.positions import Span as Span
 from microtome.capture.sites import KINDS as KINDS
 from microtome.capture.sites import Site as Site
 from microtome.capture.store import Store as Store
+from microtome.capture.store_check import StoreInfo as StoreInfo
+from microtome.capture.store_check import store_info as store_info
+from microtome.capture.store_check import verify_store as verify_store
+from microtome.capture.store_export import export as export
+from microtome.capture.store_merge import merge_stores as merge_stores
 from microtome.capture.tap_plan import Edit as Edit
 from microtome.capture.tap_plan import Read as Read
 from microtome.capture.taps import Tape as Tape

@@ -6,6 +6,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from microtome.capture.activation_sites import heads_apart
 from microtome.capture.sites import Site
 from microtome.capture.stored_tensor import StoredTensor, in_memory
 
@@ -25,7 +26,7 @@ def wide_frame(
     """
     if values not in ("components", "norms"):
         raise ValueError(f'values={values!r}: expected "components" or "norms".')
-    parts = dict(_per_head(tensors))
+    parts = heads_apart(tensors)
     n_columns = len(parts) if values == "norms" else sum(tensor.shape[1] for tensor in parts.values())
     if len(rows) * n_columns > MAX_CELLS:
         raise ValueError(
@@ -41,13 +42,3 @@ def wide_frame(
             names = [f"{site}[{n}]" for n in range(wide.shape[1])]
             frames.append(pd.DataFrame(wide.numpy(), columns=names, copy=True))
     return pd.concat(frames, axis=1)
-
-
-def _per_head(tensors: Mapping[Site, Tensor | StoredTensor]) -> list[tuple[Site, Tensor | StoredTensor]]:
-    parts = []
-    for site, tensor in tensors.items():
-        if tensor.dim() == 3:
-            parts += [(site.at(head=head), tensor[:, head]) for head in range(tensor.shape[1])]
-        else:
-            parts.append((site, tensor))
-    return parts

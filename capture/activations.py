@@ -24,7 +24,7 @@ from torch import Tensor
 from microtome.capture.activation_checks import as_tensors, check_axes, check_finite, check_rows
 from microtome.capture.activation_files import load_activations, save_activations
 from microtome.capture.activation_frames import wide_frame
-from microtome.capture.activation_sites import find_tensor, select_tensors, summarise
+from microtome.capture.activation_sites import choose_tensors, find_tensor, select_tensors, summarise
 from microtome.capture.sites import Site
 from microtome.capture.stored_tensor import StoredTensor, joined
 
@@ -211,7 +211,16 @@ class Activations:
         Raises:
             KeyError: a value that no site has.
         """
-        return replace(self, tensors=select_tensors(self.tensors, kind=kind, layer=layer, head=head, stack=stack))
+        return self._with(tensors=select_tensors(self.tensors, kind=kind, layer=layer, head=head, stack=stack))
+
+    def only(self, sites: Iterable[SiteName]) -> "Activations":
+        """Only these sites: captured ones, single heads of them ("z.5.3"), or all of a kind ("z").
+
+        Raises:
+            KeyError: a site that was not captured.
+            ValueError: a site that is named twice.
+        """
+        return self._with(tensors=choose_tensors(self.tensors, sites))
 
     def select_rows(self, which: str | Sequence | np.ndarray | pd.Series | Tensor) -> "Activations":
         """Only some rows, renumbered from 0.
@@ -221,11 +230,17 @@ class Activations:
                 row, or row numbers in the order wanted.
 
         Raises:
-            ValueError: no row left, or Booleans that are not one per row.
+            ValueError: no row left, a query that cannot be understood, or Booleans that are not one per row.
             IndexError: a row number out of range.
         """
         if isinstance(which, str):
-            index = self.rows.query(which).index.to_numpy()
+            try:
+                index = self.rows.query(which).index.to_numpy()
+            except (NameError, SyntaxError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{which!r} is no query over the columns {list(self.rows)}: {error}. An example: "
+                    "\"position > 0 and token == ' the'\"."
+                ) from error
         else:
             index = which.cpu().numpy() if isinstance(which, Tensor) else np.asarray(which)
             if index.dtype == bool:
@@ -238,7 +253,10 @@ class Activations:
             raise ValueError(f"No row left of {self.n_rows}: {which!r:.80} matches none.")
         rows = self.rows.iloc[index].reset_index(drop=True)
         picked = torch.as_tensor(np.arange(self.n_rows)[index])
-        return replace(self, rows=rows, tensors={s: t[picked.to(t.device)] for s, t in self.tensors.items()})
+        return self._with(rows=rows, tensors={s: t[picked.to(t.device)] for s, t in self.tensors.items()})
+
+    def _with(self, **changes: Any) -> "Activations":
+        return replace(self, **changes)
 
     def to_frame(self, *, values: str = "components") -> pd.DataFrame:
         """The row table with one column per component, "z.5.3[0]", or per Euclidean norm, "z.5.3", to its right.

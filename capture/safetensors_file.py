@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _BYTES_AT_ONCE = 2**26  # of one call to write: a thread that hashes need not wait for a whole tensor
 
 
@@ -78,10 +78,10 @@ def write_safetensors(
 def _header(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     entries, start = {}, 0
     for name, (dtype, shape) in layout.items():
-        if dtype not in _NAMES:
-            raise ValueError(f"{name} is {dtype}; a file of activations holds {', '.join(map(str, _NAMES))}.")
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name} is {dtype}; a file of activations holds {', '.join(map(str, DTYPE_NAMES))}.")
         stop = start + _nbytes(dtype, shape)
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -5,12 +5,12 @@
     store.sel(kind="z", layer=5).select_rows("label == 1")["z.5"]   # selections read nothing
     for part in store.parts(): ...                                  # Activations of a shard's rows, one after the other
 
-A store is `Activations` whose tensors stay on disk until they are touched, and goes wherever those go. The row table is
-in memory. Beware: `store[site]` holds that site's rows at once; of a site larger than memory take `parts()`.
+A store is `Activations` whose tensors and row table stay on disk until they are touched, and goes wherever those go.
+Beware: `store[site]` holds that site's rows at once; of a site larger than memory take `parts()`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,11 @@ import pyarrow
 import pyarrow.parquet
 from torch import Tensor
 
+from microtome.capture.activation_checks import check_axes
+from microtome.capture.activation_sites import summarise
 from microtome.capture.activations import Activations, SiteName
+from microtome.capture.estimate import spoken_bytes
+from microtome.capture.sites import Site
 from microtome.capture.store_files import (
     ShardRecord,
     amiss,
@@ -35,17 +39,48 @@ from microtome.capture.store_files import (
 from microtome.capture.stored_tensor import StoredTensor, in_memory
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Store(Activations):
-    """Rows x sites on disk.
+    """Rows x sites on disk. Beside what Activations has:
 
     Attributes:
         path: the folder.
-        is_whole: whether every shard is there; False for one that was opened with `partial=True`.
+        is_whole: whether every shard is there; False for some that were opened with `partial=True`.
     """
 
-    path: Path
-    is_whole: bool = True
+    def __init__(
+        self,
+        path: Path,
+        records: Sequence[ShardRecord],
+        tensors: Mapping[Site, StoredTensor],
+        provenance: dict[str, Any],
+        *,
+        is_whole: bool = True,
+        rows: pd.DataFrame | None = None,
+    ):
+        held = {"path": path, "_records": tuple(records), "tensors": dict(tensors), "provenance": provenance}
+        self.__dict__.update(held | {"is_whole": is_whole} | ({} if rows is None else {"rows": rows}))
+        for site, tensor in self.tensors.items():
+            check_axes(site, tensor)
+
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """One row per kept position, as in Activations; read at the first use.
+
+        Raises ValueError if a table is damaged.
+        """
+        return _row_table(self.path, self._records)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        tensor = next(iter(self.tensors.values()), None)
+        return len(self.rows) if tensor is None else len(tensor)
+
+    def _with(self, **changes: Any) -> "Store":
+        """The same with other tensors, or other tensors and rows; tables are not read for it."""
+        rows = changes.get("rows", self.__dict__.get("rows"))
+        tensors = changes.get("tensors", self.tensors)
+        return Store(self.path, self._records, tensors, self.provenance, is_whole=self.is_whole, rows=rows)
 
     @classmethod
     def open(cls, path: str | Path, *, partial: bool = False) -> "Store":
@@ -77,15 +112,14 @@ class Store(Activations):
             )
         if not whole:
             raise ValueError(f"{path} has no finished shard yet. Run the same capture again.")
-        rows = _row_table(path, whole)
         starts = (0, *np.cumsum([record.rows for record in whole]).tolist())
         files = tuple(shard_file(path, record.shard) for record in whole)
-        tensors: dict[Any, Tensor | StoredTensor] = {
+        tensors = {
             site: StoredTensor(str(site), files, starts, inner, dtype)
             for site, (dtype, inner) in sites_of(manifest).items()
         }
         provenance = manifest["provenance"] | {"store": _facts(manifest, whole)}
-        return cls(rows, tensors, provenance, path, len(whole) == n_shards)
+        return cls(path, whole, tensors, provenance, is_whole=len(whole) == n_shards)
 
     def __getitem__(self, name: SiteName) -> Tensor:
         """The values of a site or head, read from disk now. Raises what `Activations` raises, and for lost shards."""
@@ -101,19 +135,23 @@ class Store(Activations):
         if not self.tensors:
             return
         first_of = next(iter(self.tensors.values()))
-        if isinstance(first_of, StoredTensor) and first_of.picked is None:
-            bounds = first_of.starts
-        else:
-            largest = max(1, int(np.diff(first_of.starts).max()))
-            bounds = (*range(0, self.n_rows, largest), self.n_rows)
-        for first, stop in pairwise(bounds):
-            rows = self.rows.iloc[first:stop].reset_index(drop=True)
+        bounds = first_of.starts
+        if first_of.picked is not None:
+            bounds = (*range(0, self.n_rows, max(1, int(np.diff(bounds).max()))), self.n_rows)
+        for number, (first, stop) in enumerate(pairwise(bounds)):
+            if first_of.picked is None and "rows" not in self.__dict__:  # that shard's own table, not all of them
+                rows = _row_table(self.path, self._records[number : number + 1])
+            else:
+                rows = self.rows.iloc[first:stop].reset_index(drop=True)
             tensors = {site: tensor[first:stop].load() for site, tensor in self.tensors.items()}
             yield Activations(rows, tensors, self.provenance)
 
     def __repr__(self) -> str:
-        said = super().__repr__().removeprefix("Activations(").removesuffix(")")
-        return f"Store({said}; {self.path}{'' if self.is_whole else ', not all shards'})"
+        dtypes = ", ".join(sorted({str(tensor.dtype)[6:] for tensor in self.tensors.values()}))
+        return (
+            f"Store({self.n_rows:,} rows, {len(self.tensors)} sites: {summarise(self.tensors)}; {dtypes}, "
+            f"{spoken_bytes(self.nbytes)} in {self.path}{'' if self.is_whole else ', not all shards'})"
+        )
 
 
 def _row_table(path: Path, records: Sequence[ShardRecord]) -> pd.DataFrame:

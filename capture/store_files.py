@@ -13,15 +13,23 @@ byte for byte where the environments are equal too, else to rounding (1e-5); the
 
 import json
 import os
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import pyarrow
 import torch
+from filelock import FileLock, Timeout
 
 from microtome.capture.hashes import write_atomically
 from microtome.capture.sites import Site
+from microtome.data.registry import file_sha256
+from microtome.data.replaced_file import replaced_file
 
 FORMAT = "microtome store 1"
 MANIFEST, LOG, LOCK, WRITER = "manifest.json", "shards.jsonl", "writer.lock", "writer.json"
@@ -150,3 +158,54 @@ def differing_environments(manifest: dict[str, Any], records: Iterable[ShardReco
     names = dict.fromkeys(name for fact in facts for name in fact)
     values = {name: list(dict.fromkeys(json.dumps(fact.get(name)) for fact in facts)) for name in names}
     return {name: [json.loads(value) for value in several] for name, several in values.items() if len(several) > 1}
+
+
+def write_rows(file: Path, table: pd.DataFrame) -> tuple[int, str]:
+    """Write a row table, whole or not at all; returns bytes and SHA-256.
+
+    Raises TypeError for a column that Parquet cannot hold.
+    """
+    try:
+        with replaced_file(file) as scratch:
+            table.to_parquet(scratch, index=False)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError) as error:
+        raise TypeError(f"rows cannot be written as Parquet: {error}. Give every label column one type.") from error
+    return file.stat().st_size, file_sha256(file)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """The right to write a store, for one process at a time; scratch files of killed ones go.
+
+    Raises BlockingIOError if another process has it.
+    """
+    lock = FileLock(path / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise BlockingIOError(
+            f"{path} is being written by {_writer(path)}. Wait for it, or capture to another folder."
+        ) from error
+    try:
+        (path / WRITER).write_text(
+            json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now()}), encoding="utf-8"
+        )
+        for scratch in path.glob(".*.part"):
+            scratch.unlink()
+        yield
+    finally:
+        (path / WRITER).unlink(missing_ok=True)
+        lock.release()
+
+
+def _writer(path: Path) -> str:
+    try:
+        who = json.loads((path / WRITER).read_text(encoding="utf-8"))
+        return f"process {who['pid']} on {who['host']} since {who['since']}"
+    except (OSError, ValueError, KeyError):
+        return "another process"
+
+
+def now() -> str:
+    """Date and time, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

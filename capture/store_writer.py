@@ -7,21 +7,17 @@ places, renamed into them, and counted by one line in the log, in this order, ea
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow
 import torch
 import transformers
-from filelock import FileLock, Timeout
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -33,22 +29,21 @@ from microtome.capture.sites import Site
 from microtome.capture.store import Store
 from microtome.capture.store_files import (
     FORMAT,
-    LOCK,
-    WRITER,
     ShardRecord,
     amiss,
     append_log,
     is_store,
+    now,
     read_log,
     read_manifest,
     rewrite_log,
     shard_file,
     table_file,
     write_manifest,
+    write_rows,
+    writing,
 )
 from microtome.data.provenance import environment
-from microtome.data.registry import file_sha256
-from microtome.data.replaced_file import replaced_file
 
 _ROOM = 2**20  # bytes beside the values: tables, manifest
 
@@ -116,39 +111,6 @@ def environment_of(job: CaptureJob) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """The right to write a store, for one process at a time; scratch files of killed ones go.
-
-    Raises BlockingIOError if another process has it.
-    """
-    lock = FileLock(path / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise BlockingIOError(
-            f"{path} is being written by {_writer(path)}. Wait for it, or capture to another folder."
-        ) from error
-    try:
-        (path / WRITER).write_text(
-            json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}), encoding="utf-8"
-        )
-        for scratch in path.glob(".*.part"):
-            scratch.unlink()
-        yield
-    finally:
-        (path / WRITER).unlink(missing_ok=True)
-        lock.release()
-
-
-def _writer(path: Path) -> str:
-    try:
-        who = json.loads((path / WRITER).read_text(encoding="utf-8"))
-        return f"process {who['pid']} on {who['host']} since {who['since']}"
-    except (OSError, ValueError, KeyError):
-        return "another process"
-
-
 def _begun(
     path: Path, job: CaptureJob, plan: CapturePlan, request: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[int, ShardRecord]]:
@@ -175,7 +137,7 @@ def _manifest(job: CaptureJob, plan: CapturePlan, request: dict[str, Any]) -> di
     ]
     return {
         "format": FORMAT,
-        "date": _now(),
+        "date": now(),
         "request": request,
         "sites": sites,
         "shards": [asdict(shard) for shard in plan.shards],
@@ -270,22 +232,9 @@ def _commit(
         table_sha256=digest,
         environment=environment,
         seconds=round(time.perf_counter() - started, 3),
-        date=_now(),
+        date=now(),
     )
     append_log(path, record)
-
-
-def write_rows(file: Path, table: pd.DataFrame) -> tuple[int, str]:
-    """Write a row table, whole or not at all; returns bytes and SHA-256.
-
-    Raises TypeError for a column that Parquet cannot hold.
-    """
-    try:
-        with replaced_file(file) as scratch:
-            table.to_parquet(scratch, index=False)
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError) as error:
-        raise TypeError(f"rows cannot be written as Parquet: {error}. Give every label column one type.") from error
-    return file.stat().st_size, file_sha256(file)
 
 
 def _sync_folder(path: Path) -> None:
@@ -314,7 +263,3 @@ def _saying_what_failed(path: Path) -> Iterator[None]:
             f"{error.strerror}: {path} could not be written. Make room or give a folder that can be written to; whole "
             "shards stay, and the same call goes on from there",
         ) from error
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
