@@ -25,7 +25,6 @@ from microtome.app.grid_log import said_bytes, said_error, said_seconds
 from microtome.app.grid_plan import CapturePlan, ProbePlan
 from microtome.app.grid_probe import labelled_rows
 from microtome.app.grid_run import needs_capture
-from microtome.app.grid_store import store_progress
 from microtome.app.grid_summary import FINISHED
 from microtome.capture import LoadedModel, Store, capture, estimate_capture, load_model
 from microtome.capture.batches import MAX_TOKENS
@@ -122,8 +121,8 @@ def _capture_row(
         shapes = _shapes(capture(loaded, texts[:2], sites, plan.cell.positions, progress=False, **place))
     except _MODEL_ERRORS as error:
         return row | {"state": CANNOT, "error": said_error(error)}, [], None
-    begun = store_progress(folder.store(plan.cell))
-    left, state = (1.0, TO_DO) if begun is None else (1 - begun.share, TO_RESUME)
+    begun = folder.store_info(plan.cell)
+    left, state = (1.0, TO_DO) if begun is None else (1 - begun.finished / begun.shards, TO_RESUME)
     sizes = {"rows": estimate.rows, "nbytes": round(estimate.nbytes * left), "seconds": (estimate.seconds or 0) * left}
     return row | {"state": state} | sizes, shapes, estimate.rows
 

@@ -11,10 +11,8 @@ Everything is read from disk: a process that starts anew, or beside another, see
 """
 
 import json
-import os
 import shutil
 import traceback
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +24,9 @@ from filelock import FileLock, Timeout
 from microtome.app.grid_cells import CaptureCell, ProbeCell
 from microtome.app.grid_config import GridConfig
 from microtome.app.grid_log import said_error
-from microtome.app.grid_store import store_progress
+from microtome.capture import StoreInfo, store_info
+from microtome.capture.store_files import is_store
+from microtome.data.replaced_file import replaced_file
 from microtome.data.runs import Run
 
 MARKER = "cell"
@@ -103,8 +103,12 @@ class GridFolder:
 
     def is_captured(self, cell: CaptureCell) -> bool:
         """Whether the whole capture is on disk."""
-        progress = store_progress(self.store(cell))
-        return progress is not None and progress.is_whole and self.capture_facts(cell) is not None
+        held = self.store_info(cell)
+        return held is not None and held.is_whole and self.capture_facts(cell) is not None
+
+    def store_info(self, cell: CaptureCell) -> StoreInfo | None:
+        """How far a capture is; None if it was not begun."""
+        return store_info(self.store(cell)) if is_store(self.store(cell)) else None
 
     def fresh_run(self, cell: ProbeCell, config: GridConfig) -> Run:
         """A new run folder for a cell; what an unfinished one of before left is deleted."""
@@ -164,15 +168,8 @@ class GridFolder:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader, also after a crash, sees the old one or the whole new one."""
-    scratch = path.with_name(f".{uuid.uuid4().hex}")
-    try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with replaced_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
 
 
 def _read_json(path: Path) -> dict | None:

@@ -26,9 +26,8 @@ from microtome.app.grid_folder import CellIsBusy, GridFolder
 from microtome.app.grid_log import GridLog, said_error, said_seconds
 from microtome.app.grid_plan import CapturePlan, ProbePlan
 from microtome.app.grid_probe import run_probe, said_capture, said_result
-from microtome.app.grid_store import store_progress
 from microtome.app.grid_summary import ELSEWHERE, FAILED, FINISHED, write_summary
-from microtome.capture import LoadedModel, capture, load_model
+from microtome.capture import LoadedModel, capture, load_model, store_info
 from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.token_labels import ROW_COLUMNS
 
@@ -122,13 +121,13 @@ class _GridRun:
             return False
         loaded = load()
         table, settings, path = plan.data.table, self.config.capture, self.folder.store(cell)
-        begun = store_progress(path)
+        begun = self.folder.store_info(cell)
         # a store goes on with the columns that it began with, though labels were added since
         columns = (self.folder.capture_facts(cell) or {}).get("columns") if begun is not None else None
         columns = [name for name in columns or table if name in table and name not in ROW_COLUMNS]
         self.log.line(
             f"capturing {cell.name}: {len(table):,} texts"
-            + (f", {begun.share:.0%} of the tokens are there already" if begun is not None else "")
+            + (f", {begun.finished} of {begun.shards} shards are there already" if begun is not None else "")
         )
         self.folder.write_capture_facts(cell, {"settings": plan.settings, "columns": columns})
         sizes = {} if settings.shard_mb is None else {"shard_bytes": settings.shard_mb * 10**6}
@@ -151,7 +150,7 @@ class _GridRun:
         finally:
             seconds = time.perf_counter() - started
             self.seconds["captures"] += seconds
-        whole = store_progress(path)
+        whole = store_info(path)
         facts = {
             "settings": plan.settings,
             "columns": columns,

@@ -5,8 +5,6 @@ holds the cell); waiting (not done yet, or not run because its capture failed, w
 that are no longer in the settings stay in the table.
 """
 
-import os
-import uuid
 from collections.abc import Sequence
 
 import pandas as pd
@@ -14,6 +12,7 @@ import pandas as pd
 from microtome.app.grid_cells import CaptureCell, ProbeCell, data_name, label_name, model_name, positions_name
 from microtome.app.grid_folder import GridFolder
 from microtome.app.grid_plan import CapturePlan
+from microtome.data.replaced_file import replaced_file
 from microtome.probes.sweep_result import Sweep
 
 FINISHED, FAILED, WAITING, ELSEWHERE = "finished", "failed", "waiting", "running elsewhere"
@@ -69,14 +68,8 @@ def write_summary(folder: GridFolder, plans: Sequence[CapturePlan], *, with_capt
     """Make the table and put it in the place of the one before."""
     with folder.summary_locked():
         table = summary(folder, plans, with_captures=with_captures)
-        scratch = folder.path / f".{uuid.uuid4().hex}"
-        try:
+        with replaced_file(folder.summary_file) as scratch:
             table.to_parquet(scratch)
-            with scratch.open("rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(scratch, folder.summary_file)
-        finally:
-            scratch.unlink(missing_ok=True)
     return table
 
 

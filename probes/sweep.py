@@ -19,7 +19,9 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby, islice
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -37,6 +39,7 @@ from microtome.probes.logistic_solver import default_strengths
 from microtome.probes.nested_fit import NestedFit, nested_fits
 from microtome.probes.permutation import RIDGE, best_site_null, group_permutations, ridge_auroc
 from microtome.probes.site_blocks import SiteBlock, as_activations, site_blocks
+from microtome.probes.sweep_checkpoint import SweepCheckpoint
 from microtome.probes.sweep_result import Sweep
 from microtome.probes.sweep_table import interval_stretch, selected_site, sweep_table
 
@@ -60,6 +63,7 @@ def sweep(
     seed: int = 0,
     texts: Iterable | None = None,
     entities: Mapping[str, Iterable] | None = None,
+    checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Sweep:
     """Probe every site for a binary label.
@@ -78,6 +82,8 @@ def sweep(
         seed: fixes folds, shuffles and draws, for rows in this order.
         texts: one string per row for the leakage check; the column `string` or `token_ids` if None and there is one.
         entities: further keys that must not cross groups, by name; the number of the text always is one.
+        checkpoint: a folder that keeps what is finished, so that the same sweep goes on after it was killed; the caller
+            deletes it.
         progress: show a bar.
 
     Raises:
@@ -114,16 +120,18 @@ def sweep(
     labellings = torch.from_numpy(np.stack([positive, control]))
     tests = torch.from_numpy(test)
 
+    settings = {"strengths": strengths, "ridge": RIDGE}
+    kept = SweepCheckpoint.of(checkpoint, [positive, control, test, nested, shuffles], settings)
     prepared = time.perf_counter()
     n_probes = sum(len(block.probes) for block in blocks)
     with tqdm(total=n_probes, desc="probes", unit="probe", disable=not progress) as bar:
-        fits = _fit_all(blocks, labellings, tests, torch.from_numpy(nested), strengths, bar)
+        fits = _fit_all(blocks, labellings, tests, torch.from_numpy(nested), strengths, kept, bar)
     fitted = time.perf_counter()
     statistics = None
     if permutations:
         labelled = torch.from_numpy(np.concatenate([positive[None], shuffles]))
         with tqdm(total=n_probes, desc="null of the best site", unit="probe", disable=not progress) as bar:
-            statistics = _ridge_statistics(blocks, labelled, tests, bar)
+            statistics = _ridge_statistics(blocks, labelled, tests, kept, bar)
     shuffled = time.perf_counter()
 
     null = None if statistics is None else best_site_null(statistics)
@@ -181,16 +189,22 @@ def sweep(
 
 
 def _fit_all(
-    blocks: list[SiteBlock], labellings: Tensor, test: Tensor, nested: Tensor, strengths, bar
+    blocks: list[SiteBlock],
+    labellings: Tensor,
+    test: Tensor,
+    nested: Tensor,
+    strengths: tuple[float, ...] | None,
+    kept: SweepCheckpoint,
+    bar,
 ) -> list[NestedFit]:
     """One nested fit per probe; sites of one width are solved side by side."""
     fits = []
     for width, same in groupby(blocks, key=lambda block: block.width):
-        sites = (features for block in same for features in block.features)
+        sites = (named for block in same for named in zip(block.probes, block.features, strict=True))
         together = max(1, _SIDE_BY_SIDE_BYTES // (8 * width * test.shape[1]))
         while some := list(islice(sites, together)):
-            features = torch.stack(some)
-            fits += nested_fits(features, labellings, test, nested, strengths)
+            names, features = [str(probe) for probe, _ in some], torch.stack([values for _, values in some])
+            fits += kept.fits(names, features, partial(nested_fits, features, labellings, test, nested, strengths))
             bar.update(len(features))
     return fits
 
@@ -201,10 +215,11 @@ def _strengths_used(blocks: list[SiteBlock], strengths: tuple[float, ...] | None
     return {str(width): list(strengths or default_strengths(width)) for width in widths}
 
 
-def _ridge_statistics(blocks: list[SiteBlock], labelled: Tensor, test: Tensor, bar) -> Tensor:
+def _ridge_statistics(blocks: list[SiteBlock], labelled: Tensor, test: Tensor, kept: SweepCheckpoint, bar) -> Tensor:
     statistics = []
     for block in blocks:
-        statistics.append(ridge_auroc(block.features, labelled, test))
+        names, features = [str(probe) for probe in block.probes], block.features
+        statistics.append(kept.statistics(names, features, partial(ridge_auroc, features, labelled, test)))
         bar.update(len(block.probes))
     return torch.cat(statistics)
 
