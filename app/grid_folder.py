@@ -80,6 +80,11 @@ class GridFolder:
         """Where the fits of an unfinished probe cell are."""
         return self.path / "checkpoints" / cell.name
 
+    def delete_checkpoint(self, cell: ProbeCell) -> None:
+        """Delete the fits of a cell that is finished."""
+        if self.checkpoint(cell).is_dir():
+            shutil.rmtree(self.checkpoint(cell))
+
     def error_file(self, cell: CaptureCell | ProbeCell) -> Path:
         """Where a failed cell's traceback is."""
         return self.path / "errors" / f"{cell.name}.txt"

@@ -45,6 +45,7 @@ def run_probe(plan: CapturePlan, probe: ProbePlan, folder: GridFolder, config: G
         permutations=config.probe.permutations,
         bootstraps=config.probe.bootstraps,
         seed=config.seed,
+        checkpoint=folder.checkpoint(probe.cell),
         progress=sys.stderr.isatty(),
     )
     rows = chosen.rows[["text", "position", "token"]].assign(positive=label.positive, group=groups)

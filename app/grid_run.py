@@ -178,14 +178,17 @@ class _GridRun:
 
     def _probe(self, plan: CapturePlan, probe: ProbePlan) -> bool:
         if self.folder.probe_facts(probe.cell) is not None:
+            self.folder.delete_checkpoint(probe.cell)  # of a process that was killed before it could
             return False
-        self.log.line(f"probing {probe.cell.name}")
+        begun = ", with fits that are there already" if self.folder.checkpoint(probe.cell).is_dir() else ""
+        self.log.line(f"probing {probe.cell.name}{begun}")
         started = time.perf_counter()
         try:
             row = run_probe(plan, probe, self.folder, self.config)
         finally:
             seconds = time.perf_counter() - started
             self.seconds["probes"] += seconds
+        self.folder.delete_checkpoint(probe.cell)
         size = f"{row['rows']:,} rows in {row['groups']:,} groups"
         self.log.line(f"probed {probe.cell.name} in {said_seconds(seconds)}: {size}; {said_result(row)}")
         return True

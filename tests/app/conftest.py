@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -48,27 +49,33 @@ def tables(tmp_path_factory) -> list[str]:
     return [str(folder / f"{name}.csv") for name in ("first", "second")]
 
 
-@pytest.fixture
-def grid(tmp_path, model_folders, tables) -> Callable[..., Path]:
-    """`grid(**changes)`: writes grid.yaml, one model and one table by default, and returns its path."""
+@pytest.fixture(scope="session")
+def write_grid(model_folders, tables) -> Callable[..., Path]:
+    """`write_grid(folder, **changes)`: writes folder/grid.yaml, one model and one table by default; returns its path.
 
-    def write(**changes) -> Path:
+    The grid is called night and lies in folder/runs.
+    """
+
+    def write(folder: Path, **changes) -> Path:
         settings = {
             "name": "night",
-            "out": str(tmp_path / "runs"),
+            "out": str(folder / "runs"),
             "models": model_folders[:1],
-            "data": [entry(tables[0])],
+            "data": [{"file": tables[0], "text": "review", "group": "author"}],
             "sites": [["resid_post", "z"]],
             "labels": ["verdict"],
             "probe": PROBE,
             "report": False,
         } | changes
         GridConfig(**settings)
-        path = tmp_path / "grid.yaml"
+        path = folder / "grid.yaml"
         path.write_text(yaml.safe_dump(settings), encoding="utf-8")
         return path
 
-    def entry(file: str) -> dict:
-        return {"file": file, "text": "review", "group": "author"}
-
     return write
+
+
+@pytest.fixture
+def grid(write_grid, tmp_path) -> Callable[..., Path]:
+    """`grid(**changes)`: `write_grid` in this test's folder."""
+    return partial(write_grid, tmp_path)

@@ -207,11 +207,11 @@ def test_a_cell_that_another_process_holds_is_left_to_it(grid, tables, tmp_path,
 KILLED = """
 import os, sys
 from pathlib import Path
-from microtome.app import grid_probe, grid_run
+from microtome.app import grid_run
 from microtome.app.grid_commands import run_grid
 
-module, name, after = sys.argv[2], sys.argv[3], int(sys.argv[4])
-module = {"grid_run": grid_run, "grid_probe": grid_probe}[module]
+name, after = sys.argv[3], int(sys.argv[4])
+module = sys.modules[sys.argv[2]]
 real, calls = getattr(module, name), []
 
 def dies(*arguments, **settings):
@@ -225,14 +225,28 @@ run_grid(Path(sys.argv[1]), ("capture", "probe"))
 """
 
 
+TWO_BY_TWO = {"labels": ["verdict", {"column": "stars", "above": 3}], "report": True}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(write_grid, tables, tmp_path_factory) -> pd.DataFrame:
+    folder = tmp_path_factory.mktemp("whole")
+    assert run_grid(write_grid(folder, **TWO_BY_TWO, data=entries(tables)), BOTH) == 0
+    return summary(folder / "runs" / "night")
+
+
 @pytest.mark.parametrize(
     ("module", "name", "after"),
-    [("grid_run", "capture", 1), ("grid_probe", "sweep", 1), ("grid_probe", "cell_report", 0)],
+    [
+        ("microtome.app.grid_run", "capture", 1),
+        ("microtome.capture.store_writer", "append_log", 1),
+        ("microtome.probes.sweep", "nested_fits", 3),
+        ("microtome.app.grid_probe", "cell_report", 0),
+        ("microtome.app.grid_folder", "write_whole", 4),
+    ],
 )
-def test_a_killed_grid_goes_on_to_the_same_summary(grid, tables, tmp_path, module, name, after) -> None:
-    labels = ["verdict", {"column": "stars", "above": 3}]
-    settings = {"data": entries(tables), "labels": labels, "report": True}
-    killed = grid(**settings)
+def test_a_killed_grid_goes_on_to_the_same_summary(grid, tables, tmp_path, module, name, after, uninterrupted) -> None:
+    killed = grid(**TWO_BY_TWO, data=entries(tables))
     child = subprocess.run(
         [sys.executable, "-c", KILLED, str(killed), module, name, str(after)], capture_output=True, text=True
     )
@@ -241,12 +255,11 @@ def test_a_killed_grid_goes_on_to_the_same_summary(grid, tables, tmp_path, modul
     assert len(summary(folder)) == 4
     assert (summary(folder)["status"] == "waiting").any()
     assert run_grid(killed, BOTH) == 0
-    resumed = summary(folder)
-    assert run_grid(grid(**settings, name="whole"), BOTH) == 0
-    uninterrupted = summary(tmp_path / "runs" / "whole")
     other = [*TIMES, "run"]
-    pd.testing.assert_frame_equal(resumed.drop(columns=other), uninterrupted.drop(columns=other))
-    assert not list(folder.rglob(".*"))
+    pd.testing.assert_frame_equal(summary(folder).drop(columns=other), uninterrupted.drop(columns=other))
+    assert list((folder / "checkpoints").iterdir()) == []
+    if name == "nested_fits":
+        assert ", with fits that are there already" in (folder / "log.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
