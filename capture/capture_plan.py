@@ -50,7 +50,7 @@ class CapturePlan:
     """What a capture will run and keep.
 
     Attributes:
-        shards: the parts it is made in.
+        shards: the parts it is made in; where texts go on, rows and tokens at most.
         layout: dtype and axes behind the rows of every site.
         longest: tokens of the longest text; None for images and sounds.
         texts: how the texts were encoded, and the hash of their token ids.
@@ -104,7 +104,7 @@ def plan_capture(
     kept_hash, ids_hash, settings, longest = hashlib.sha256(), TokenIdsHash(), {}, 0
     for first, encoded, kept in _chunks(job, whole=shard_bytes is None and shard_tokens is None, progress=progress):
         n_kept = np.bincount(kept.text, minlength=len(encoded.rows))
-        counts.append(np.stack([n_kept, encoded.lengths], axis=1))
+        counts.append(np.stack([n_kept, kept.lengths], axis=1))
         longest = max(longest, *encoded.lengths)
         ids_hash.add(encoded.rows)
         for array in (kept.text + first, kept.position, kept.size, kept.span, kept.tokens):

@@ -8,6 +8,7 @@ count. Beware: texts much longer than those cost more per token, and a machine t
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,16 +95,45 @@ def _tokens_per_second(job: CaptureJob, n_tokens: int, *, runs: int) -> float:
         tokens += row.length
         if tokens >= n_tokens:
             break
-    kept = _of_first(job.kept_of(encoded, 0), len(rows))
-    plain = replace(job.forwards, edits={})
+    plain = replace(job, forwards=replace(job.forwards, edits={}))
+    if job.generation is not None:  # a few steps of it, whose tokens then are those that count
+        return _generating_speed(plain, len(rows), runs)
+    kept = _of_first(plain.kept_of(encoded, 0), len(rows))
+    longest = max(encoded.lengths)
+    return tokens / _last_seconds(
+        lambda: plain.forwards.texts(rows, kept, longest=longest, name_row=lambda row: f"kept row {row}"),
+        plain.forwards.home,
+        runs,
+    )
+
+
+def _generating_speed(job: CaptureJob, n_rows: int, runs: int) -> float:
+    """Tokens per second, prompts included, of the first texts going on for a few tokens."""
+    few = replace(job, generation=replace(job.generation, max_new_tokens=min(8, job.generation.max_new_tokens)))
+    tokens = 0
+
+    def count(n: int) -> None:
+        nonlocal tokens
+        tokens += n
+
+    def run() -> None:
+        nonlocal tokens
+        tokens = 0
+        few.run(0, n_rows, longest=None, advance=count)
+
+    seconds = _last_seconds(run, job.forwards.home, runs)
+    return tokens / seconds
+
+
+def _last_seconds(run: Callable[[], object], device: torch.device, runs: int) -> float:
     seconds = 1.0
     for _ in range(runs):
         started = time.perf_counter()
-        plain.texts(rows, kept, longest=max(encoded.lengths), name_row=lambda row: f"kept row {row}")
-        if plain.home.type == "cuda":
-            torch.cuda.synchronize(plain.home)
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds = time.perf_counter() - started
-    return tokens / seconds
+    return seconds
 
 
 def _of_first(kept: KeptPositions, n_texts: int) -> KeptPositions:

@@ -29,6 +29,10 @@ from microtome.capture.sites import Site
 from microtome.capture.store import Store
 from microtome.capture.store_files import (
     FORMAT,
+    LOCK,
+    LOG,
+    MANIFEST,
+    WRITER,
     ShardRecord,
     amiss,
     append_log,
@@ -61,9 +65,8 @@ def write_store(path: Path, job: CaptureJob, plan: CapturePlan, *, progress: boo
     """
     path = path.resolve()
     request = request_of(job, plan)
-    if path.exists() and not is_store(path) and (not path.is_dir() or any(path.iterdir())):
-        read_manifest(path) if (path / "manifest.json").exists() else None
-        raise FileExistsError(f"{path} is there and holds no store, so it is left alone. Give another folder.")
+    if path.exists() and not is_store(path):
+        _require_unused(path)
     with _saying_what_failed(path):
         path.mkdir(parents=True, exist_ok=True)
         with writing(path):
@@ -72,6 +75,20 @@ def write_store(path: Path, job: CaptureJob, plan: CapturePlan, *, progress: boo
             if missing:
                 _capture(path, job, plan, manifest, missing, progress)
     return Store.open(path)
+
+
+def _require_unused(path: Path) -> None:
+    """Raise unless the folder is empty, or was begun by a capture that was killed before its first shard.
+
+    Raises:
+        FileExistsError: it is a file, or holds other files.
+        ValueError: it holds a manifest that is damaged or of another format.
+    """
+    if path.is_dir() and (path / MANIFEST).exists():
+        read_manifest(path)
+    begun = (LOCK, WRITER, LOG)
+    if not path.is_dir() or any(f.name not in begun and not f.name.endswith(".part") for f in path.iterdir()):
+        raise FileExistsError(f"{path} is there and holds no store, so it is left alone. Give another folder.")
 
 
 def request_of(job: CaptureJob, plan: CapturePlan) -> dict[str, Any]:
@@ -88,6 +105,7 @@ def request_of(job: CaptureJob, plan: CapturePlan) -> dict[str, Any]:
         "columns": sorted([*(job.labels if job.labels is not None else ()), *(job.token_labels or ())]),
         "sites": [str(site) for site in plan.layout],
         "dtype": [str(dtype)[6:] for dtype, _ in plan.layout.values()],
+        "generation": None if job.generation is None else asdict(job.generation),
         "edited sites": sorted(str(Site.parse(name)) for name in job.forwards.edits),
         "shards": [[shard.first, shard.stop] for shard in plan.shards],
     }
