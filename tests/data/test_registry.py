@@ -162,7 +162,7 @@ def test_npm_a_missing_version_gives_the_address_and_the_command(empty_cache):
 def test_npm_a_download_that_breaks_off_leaves_nothing(empty_cache, npm_registry):
     files, _ = npm_registry
     files["/cut/-/cut-1.0.tgz"] = b"words"  # served with one byte more in its stated length
-    with pytest.raises(FileNotFoundError, match="did not give it|gave another file"):
+    with pytest.raises(FileNotFoundError, match=r"did not give it|gave another file"):
         fetch(npm_archive(b"words!", "cut"))
     assert list((empty_cache / "archives").iterdir()) == []
 

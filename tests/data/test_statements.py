@@ -129,9 +129,9 @@ def test_pairs_hold_everything_once_and_do_not_clash(count):
 
 
 def test_what_cannot_be_paired():
-    with pytest.raises(ValueError, match="5 entities cannot be paired. Give an even number"):
+    with pytest.raises(ValueError, match=r"5 entities cannot be paired. Give an even number"):
         build_statements(facts(5), [COLOUR])
-    with pytest.raises(ValueError, match="no way to pair 6 entities .* More than half of them may share one object"):
+    with pytest.raises(ValueError, match=r"no way to pair 6 entities .* More than half of them may share one object"):
         build_statements(facts(6).assign(colour="red"), [COLOUR])
 
 
