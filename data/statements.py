@@ -25,7 +25,7 @@ import pandas as pd
 from jaxtyping import Int64
 
 VARIANTS = ("plain", "negated", "conjunction")
-_TRIES = 10_000
+_STARTS = 20
 
 
 @dataclass(frozen=True)
@@ -93,22 +93,30 @@ def swap_pairs(
     """A random way to pair 0 ... count - 1 in which no pair clashes. Raises ValueError for an odd count or no way."""
     if count < 2 or count % 2:
         raise ValueError(f"{count} entities cannot be paired. Give an even number, 2 or more.")
-    pairs = generator.permutation(count).reshape(-1, 2).astype(np.int64)
+    for _ in range(_STARTS):
+        pairs = generator.permutation(count).reshape(-1, 2).astype(np.int64)
+        if _mend(pairs, clash, generator):
+            return pairs
+    raise ValueError(
+        f"found no way to pair {count} entities without an accidental truth. "
+        "More than half of them may share one object: leave some of these out."
+    )
+
+
+def _mend(pairs: np.ndarray, clash: Callable[[int, int], bool], generator: np.random.Generator) -> bool:
+    """Exchange members of clashing pairs with those of random other pairs, in place; whether none clashes any more."""
     for place in range(len(pairs)):
         tries = 0
         while clash(*pairs[place].tolist()):
             other = int(generator.integers(len(pairs)))
-            (a, b), (c, d) = pairs[place].tolist(), pairs[other].tolist()
+            (a, b), (c, d) = pairs[place].tolist(), generator.permutation(pairs[other]).tolist()
             # the exchange mends this pair and does not spoil one that was fine
             if other != place and not clash(a, d) and (not clash(c, b) or clash(c, d)):
-                pairs[place, 1], pairs[other, 1] = d, b
+                pairs[place], pairs[other] = (a, d), (c, b)
             tries += 1
-            if tries > _TRIES:
-                raise ValueError(
-                    f"found no way to pair {count} entities without an accidental truth. "
-                    "More than half of them may share one object: leave some of these out."
-                )
-    return pairs
+            if tries > 20 * len(pairs):
+                return False
+    return True
 
 
 @dataclass(frozen=True)
