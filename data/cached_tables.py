@@ -6,6 +6,7 @@ So another archive, or a raised version, is another file, and a table of an olde
 mistake. The file is written in a folder of its own and renamed: two processes at once are safe.
 """
 
+import io
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -37,6 +38,11 @@ class CachedTable:
         """Where the parsed table lies, or will lie."""
         return cache_folder("tables") / f"{self.name}-{self.archive.sha256[:12]}-{self.version}.parquet"
 
+    @property
+    def archive_path(self) -> Path:
+        """Where the fetched archive lies, or will lie."""
+        return cache_folder("archives") / self.archive.filename
+
     def read(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """The table, or these columns of it, parsed (and the archive fetched) if it is not in the cache.
 
@@ -44,9 +50,7 @@ class CachedTable:
         """
         path = self.path
         if not path.exists():
-            archive = fetch(self.archive)
-            table = self.parse(archive)
-            self.check(table, archive)
+            table = self._parsed()
             with tempfile.TemporaryDirectory(prefix=f".{self.name}-", dir=path.parent) as scratch:
                 table.to_parquet(Path(scratch) / path.name)
                 os.replace(Path(scratch) / path.name, path)
@@ -55,6 +59,26 @@ class CachedTable:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read ({error}). Delete it: it is rebuilt from the archive.") from error
         self.check(table, path)
+        return table
+
+    def verify(self) -> None:
+        """Hash the archive, parse it again, and compare the cached table with what comes out; no network.
+
+        Raises ValueError that says what is missing or wrong.
+        """
+        import pyarrow as pa  # compares columns of lists, which pandas cannot
+
+        if not self.archive_path.exists():
+            raise ValueError(f"{self.archive_path} is not there, so that nothing can be verified. Fetch it first.")
+        # written and read like the kept one, so that storage types do not count
+        fresh = io.BytesIO(self._parsed().to_parquet())
+        if not pa.Table.from_pandas(self.read()).equals(pa.Table.from_pandas(pd.read_parquet(fresh))):
+            raise ValueError(f"{self.path} is not what {self.archive.filename} gives. Delete it: it is rebuilt.")
+
+    def _parsed(self) -> pd.DataFrame:
+        archive = fetch(self.archive)
+        table = self.parse(archive)
+        self.check(table, archive)
         return table
 
 

@@ -6,7 +6,7 @@
 No space before , . ; : ? ! ) ] or a closing quote, none after ( [ $ or an opening quote; `` and '' become " and the
 backtick becomes '; a lone / joins its neighbours, and so does a lone - between numbers. A lone ' opens if none is open
 and something other than punctuation follows, and closes otherwise.
-Beware: where the corpus splits a sentence inside quotes, the closing mark still leans on the word before it, as '' says.
+Beware: a closing mark leans on the word before it, even where the sentence that it closes began in an earlier text.
 """
 
 import re
