@@ -158,7 +158,7 @@ def verify_data(name: str) -> DataStatus:
 
 def _known(name: str) -> DataSet:
     if name not in DATA_SETS:
-        near = difflib.get_close_matches(name, DATA_SETS, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name, DATA_SETS, n=3, cutoff=0.6)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise KeyError(f"there is no data set {name!r}; there are {', '.join(DATA_SETS)}.{hint}")
     return DATA_SETS[name]
@@ -178,7 +178,7 @@ def _line_token_labels(_: Sequence[int]) -> TokenLabels:
 
 _TRUE = {"label": "whether the statement is true"}
 _TOKEN_LENGTH = {"token_length": "characters of the token, without white space at its ends"}
-_BROWN_LICENCE = 'package MIT; the corpus\' README: "redistribution permitted"'
+_BROWN_LICENCE = 'package MIT; corpus "redistribution permitted"'
 
 DATA_SETS: dict[str, DataSet] = {
     data_set.name: data_set
