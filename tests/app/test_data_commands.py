@@ -83,7 +83,7 @@ def test_all_is_every_set(monkeypatch):
 def test_names_are_checked_before_anything_happens(command, monkeypatch):
     for name in ("fetch_data", "verify_data"):
         monkeypatch.setattr(data_commands, name, lambda _: pytest.fail("something was done"))
-    with pytest.raises(KeyError, match="no data set 'citis'.* Did you mean 'cities'"):
+    with pytest.raises(KeyError, match=r"no data set 'citis'.* Did you mean 'cities'"):
         command(["toy", "citis"])
     with pytest.raises(ValueError, match=r"no data set is named. Give some of sentiment, .*, or all"):
         command([])
