@@ -1,7 +1,7 @@
 """The data sets by name: what each holds, a draw from it, and its state in the cache.
 
     data = load_data("cities", texts=500)
-    capture(model, data.table["text"].tolist(), sites, labels=data.table, token_labels=data.token_labels)
+    capture(model, data.texts, sites, labels=data.labels, token_labels=data.token_labels)
 
 A draw takes texts at random, with as many of both classes where the set's first label is binary; a smaller draw is
 contained in a larger one of the same seed. Rows stay in the set's order.
@@ -72,6 +72,16 @@ class LabelledTexts:
     table: pd.DataFrame
     token_labels: TokenLabels
     facts: dict
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts, in the table's order."""
+        return self.table["text"].tolist()
+
+    @property
+    def labels(self) -> pd.DataFrame:
+        """The table without the texts: what `capture` takes as labels."""
+        return self.table.drop(columns="text")
 
 
 @dataclass(frozen=True)

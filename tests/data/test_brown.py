@@ -97,7 +97,7 @@ def test_the_real_archive(empty_cache):
     assert len(table) == 57340
     assert table["group"].nunique() == 500
     assert table["genre"].nunique() == 15
-    assert not table["text"].str.contains(r"``|''(?:\s|$)| [,.;:?!)]", regex=True).any()
+    assert not table["text"].str.contains(r"``|''(?:\s|$)| [,.;?!)]", regex=True).any()
     tags, pos = word_labels("tag"), word_labels("pos")
     # every tag of this release is known: no word is without a universal tag
     assert sum(map(len, pos)) == sum(map(len, tags)) == 1_154_967

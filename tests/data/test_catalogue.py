@@ -91,6 +91,8 @@ def test_a_draw_has_both_classes_in_the_sets_order_and_its_token_labels():
     assert data.table["more"].is_monotonic_increasing
     assert data.token_labels["row"] == [[(0, 4, row)] for row in data.table["more"]]
     assert list(data.table.index) == list(range(20))
+    assert data.texts == [f"text {row}" for row in data.table["more"]]
+    assert list(data.labels.columns) == ["source", "label", "more"]
 
 
 @pytest.mark.usefixtures("small_set")
