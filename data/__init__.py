@@ -1,5 +1,22 @@
 """Labelled sets built from registry packages, and the run folder."""
 
+from microtome.data.brown import brown_sentences as brown_sentences
+from microtome.data.brown import word_labels as word_labels
+from microtome.data.catalogue import DATA_SETS as DATA_SETS
+from microtome.data.catalogue import DataSet as DataSet
+from microtome.data.catalogue import DataStatus as DataStatus
+from microtome.data.catalogue import LabelledTexts as LabelledTexts
+from microtome.data.catalogue import data_status as data_status
+from microtome.data.catalogue import fetch_data as fetch_data
+from microtome.data.catalogue import load_data as load_data
+from microtome.data.catalogue import verify_data as verify_data
+from microtome.data.cities import cities as cities
+from microtome.data.computed_labels import line_left as line_left
+from microtome.data.computed_labels import line_position as line_position
+from microtome.data.computed_labels import token_length as token_length
+from microtome.data.elements import elements as elements
+from microtome.data.lines import lines as lines
+from microtome.data.questions import questions as questions
 from microtome.data.registry import Archive as Archive
 from microtome.data.registry import cache_folder as cache_folder
 from microtome.data.registry import fetch as fetch

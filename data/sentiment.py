@@ -16,17 +16,16 @@ twice as many positive as negative rows; some texts are a single mark ("!").
 
 import html
 import io
-import os
 import re
 import tarfile
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from microtome.data.registry import Archive, cache_folder, fetch
+from microtome.data.cached_tables import CachedTable
+from microtome.data.registry import Archive
 from microtome.data.text_groups import text_groups
 
 SENTIMENT_ARCHIVE = Archive(
@@ -45,8 +44,6 @@ _FILES = {
     "amazon": ("amazonReviewSnippets", 3708, True),
     "nyt": ("nytEditorialSnippets", 5190, True),
 }
-# part of the cached table's file name: raise it when parsing or grouping changes
-_TABLE_VERSION = 1
 
 
 def sentiment_ratings(domains: Sequence[str] = DOMAINS) -> pd.DataFrame:
@@ -58,7 +55,7 @@ def sentiment_ratings(domains: Sequence[str] = DOMAINS) -> pd.DataFrame:
     """
     if isinstance(domains, str) or not domains or set(domains) - set(DOMAINS) or len(set(domains)) != len(domains):
         raise ValueError(f"domains is {domains!r}. Give a list of one or more of {list(DOMAINS)}, each once.")
-    table = _cached_table()
+    table = SENTIMENT_TABLE.read()
     order = [row for domain in domains for row in table.index[table["domain"] == domain]]
     return table.loc[order].reset_index(drop=True)
 
@@ -140,21 +137,6 @@ def _draw(rows: pd.DataFrame, domain: str, per_domain: int | None, balanced: boo
     return pd.concat([side.iloc[: wanted // len(sides)] for side in sides]).sort_index()
 
 
-def _cached_table() -> pd.DataFrame:
-    path = cache_folder("tables") / f"sentiment-{SENTIMENT_ARCHIVE.sha256[:12]}-{_TABLE_VERSION}.parquet"
-    if not path.exists():
-        table = _parse_archive(fetch(SENTIMENT_ARCHIVE))
-        with tempfile.TemporaryDirectory(prefix=".sentiment-", dir=path.parent) as scratch:
-            table.to_parquet(Path(scratch) / path.name)
-            os.replace(Path(scratch) / path.name, path)
-    try:
-        table = pd.read_parquet(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}). Delete it: it is rebuilt from the archive.") from error
-    _check_counts(table, where=path)
-    return table
-
-
 def _parse_archive(path: Path) -> pd.DataFrame:
     tables = []
     with tarfile.open(path) as outer, tarfile.open(fileobj=io.BytesIO(_member(outer, _INNER_ARCHIVE))) as inner:
@@ -175,7 +157,6 @@ def _parse_archive(path: Path) -> pd.DataFrame:
             )
     table = pd.concat(tables, ignore_index=True)
     table["group"] = text_groups(table["text"].tolist(), documents=table["document"].tolist())
-    _check_counts(table, where=path)
     return table
 
 
@@ -186,8 +167,13 @@ def _member(archive: tarfile.TarFile, name: str) -> bytes:
     return file.read()
 
 
-def _check_counts(table: pd.DataFrame, *, where: Path) -> None:
+def _check_counts(table: pd.DataFrame, where: Path) -> None:
     found = {domain: int((table["domain"] == domain).sum()) for domain in DOMAINS}
     expected = {domain: rows for domain, (_, rows, _) in _FILES.items()}
     if found != expected:
         raise ValueError(f"{where} has the row counts {found}; vaderSentiment 3.3.2 has {expected}. Delete the file.")
+
+
+SENTIMENT_TABLE = CachedTable(
+    name="sentiment", archive=SENTIMENT_ARCHIVE, version=1, parse=_parse_archive, check=_check_counts
+)

@@ -11,6 +11,7 @@ from microtome.data.registry import file_sha256
 from microtome.data.sentiment import (
     DOMAINS,
     SENTIMENT_ARCHIVE,
+    SENTIMENT_TABLE,
     parse_ground_truth,
     sentiment,
     sentiment_ratings,
@@ -83,15 +84,20 @@ def tar_of(files: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
+def expect_hash(monkeypatch, sha256: str) -> None:
+    # by sys.modules: microtome.data.sentiment, as an attribute, is the function
+    module = sys.modules["microtome.data.sentiment"]
+    archive = replace(SENTIMENT_ARCHIVE, sha256=sha256)
+    monkeypatch.setattr(module, "SENTIMENT_TABLE", replace(SENTIMENT_TABLE, archive=archive))
+
+
 def place_archive(cache, monkeypatch, rows: dict[str, int]) -> None:
     """Put an archive built like the real one into the cache, and make the module expect its hash."""
     files = {f"hutto_ICWSM_2014/{stem}_GroundTruth.txt": ground_truth(stem, count) for stem, count in rows.items()}
     path = cache / "archives" / SENTIMENT_ARCHIVE.filename
     path.parent.mkdir(parents=True)
     path.write_bytes(tar_of({"vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz": tar_of(files)}))
-    # by sys.modules: microtome.data.sentiment, as an attribute, is the function
-    module = sys.modules["microtome.data.sentiment"]
-    monkeypatch.setattr(module, "SENTIMENT_ARCHIVE", replace(SENTIMENT_ARCHIVE, sha256=file_sha256(path)))
+    expect_hash(monkeypatch, file_sha256(path))
     monkeypatch.setenv("MICROTOME_CACHE", str(cache))
 
 
@@ -107,9 +113,7 @@ def look_alike_cache(tmp_path_factory):
 
 @pytest.fixture
 def look_alike(look_alike_cache, monkeypatch):
-    module = sys.modules["microtome.data.sentiment"]
-    sha256 = file_sha256(look_alike_cache / "archives" / SENTIMENT_ARCHIVE.filename)
-    monkeypatch.setattr(module, "SENTIMENT_ARCHIVE", replace(SENTIMENT_ARCHIVE, sha256=sha256))
+    expect_hash(monkeypatch, file_sha256(look_alike_cache / "archives" / SENTIMENT_ARCHIVE.filename))
     monkeypatch.setenv("MICROTOME_CACHE", str(look_alike_cache))
     return look_alike_cache
 
