@@ -5,11 +5,14 @@ label of tokens where single tokens are not kept are errors now and not in the f
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from jaxtyping import Int64
 
 from microtome.app.grid_config import CatalogueData, FileData, LabelSettings
 from microtome.app.grid_labels import binary_label
@@ -17,13 +20,15 @@ from microtome.data.catalogue import DATA_SETS, load_data
 from microtome.data.table import read_table, table_sha256
 from microtome.data.text_groups import text_groups
 
+_TEXTS_TRIED = 100
+
 
 @dataclass(frozen=True, eq=False)
 class GridData:
     """Texts and labels of one entry under `data`.
 
-    table: columns text, group, and the labels of texts. token_labels: as `capture` takes them. defaults: the columns
-    probed if nobody names one. facts: plain values, for the provenance.
+    table: columns text, group, and the labels of texts. token_labels: as `capture` takes them. defaults: columns, the
+    first of which (of its kind) is probed if nobody names one. facts: plain values, for the provenance.
     """
 
     name: str
@@ -40,14 +45,15 @@ class GridData:
     def labels_at(self, positions: str | int, wanted: Sequence[LabelSettings] | None) -> list[LabelSettings]:
         """The labels to probe at these positions, checked.
 
-        Without any that are wanted: the set's defaults, those of tokens where all tokens are kept, else those of texts.
+        Without any that are wanted: the first default, of tokens where all tokens are kept and the set has labels of
+        tokens, else of texts; numbers are taken above their median.
         Raises ValueError for a column that is not there, a token's label at other positions than "all", no label at
-        all, and whatever `binary_label` finds wrong with a text's label.
+        all, and whatever `binary_label` finds wrong with a label.
         """
         if wanted is None:
             is_of_tokens = positions == "all" and any(name in self.token_labels for name in self.defaults)
             names = [name for name in self.defaults if (name in self.token_labels) == is_of_tokens]
-            wanted = [LabelSettings(column=name) for name in names]
+            wanted = [self._default(name) for name in names[:1]]
         if not wanted:
             raise ValueError(
                 f"data set {self.name!r} has no label to probe at positions: {positions}. {self._offered()}"
@@ -56,23 +62,43 @@ class GridData:
             self._check(label, positions)
         return list(wanted)
 
+    def _default(self, column: str) -> LabelSettings:
+        values = self._values(column)
+        is_numeric = pd.api.types.is_numeric_dtype(values.dropna().infer_objects()) and values.nunique() > 2
+        return LabelSettings(column=column, above="median" if is_numeric else None)
+
     def _check(self, label: LabelSettings, positions: str | int) -> None:
-        if label.column in self.token_labels:
-            if positions != "all":
-                raise ValueError(
-                    f"label {label.column!r} of {self.name!r} has a value per token, and positions: {positions} keeps "
-                    "one row per text. Write positions: all (in a grid of its own if others are wanted too)."
-                )
-        elif label.column in self.text_labels:
-            try:
-                binary_label(self.table[label.column], label)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"data set {self.name!r}: {error}") from error
-        else:
+        is_of_tokens = label.column in self.token_labels
+        if is_of_tokens and positions != "all":
+            raise ValueError(
+                f"label {label.column!r} of {self.name!r} has a value per token, and positions: {positions} keeps "
+                "one row per text. Write positions: all (in a grid of its own if others are wanted too)."
+            )
+        if not is_of_tokens and label.column not in self.text_labels:
             known = [*self.text_labels, *self.token_labels]
             near = difflib.get_close_matches(label.column, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"data set {self.name!r} has no label {label.column!r}. {self._offered()}{hint}")
+        values = self._values(label.column)
+        is_plain = label.positive is None and label.above is None
+        if callable(self.token_labels.get(label.column)) and not (is_plain and values.nunique() > 2):
+            return  # words of some texts show that there are too many values, not that there are too few
+        try:
+            binary_label(values, label)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"data set {self.name!r}: {error}") from error
+
+    def _values(self, column: str) -> pd.Series:
+        """All values of a label; of a function of tokens, its values at the words of the first texts."""
+        if column not in self.token_labels:
+            return self.table[column]
+        given = self.token_labels[column]
+        if callable(given):
+            texts = self.table["text"].iloc[:_TEXTS_TRIED]
+            given = [given(text, _word_offsets(text)) for text in texts]
+        # a list of spans (start, end, value) or of one value per token, for each text
+        values = [value[2] if isinstance(value, tuple) else value for of_text in given for value in of_text]
+        return pd.Series(values, dtype=object)
 
     def _offered(self) -> str:
         tokens = f"; of tokens, at positions: all, {list(self.token_labels)}" if self.token_labels else ""
@@ -93,7 +119,12 @@ def load_grid_data(source: CatalogueData | FileData, name: str, wanted: Sequence
         )
     loaded = load_data(source.name, texts=source.texts, seed=seed)
     kind = DATA_SETS[source.name]
-    return GridData(name, loaded.table, loaded.token_labels, (*kind.labels, *kind.token_labels), dict(loaded.facts))
+    table = loaded.table.rename(columns={kind.group: "group"})
+    return GridData(name, table, loaded.token_labels, (*kind.labels, *kind.token_labels), dict(loaded.facts))
+
+
+def _word_offsets(text: str) -> Int64[np.ndarray, "word 2"]:
+    return np.array([match.span() for match in re.finditer(r"\S+", text)], dtype=np.int64).reshape(-1, 2)
 
 
 def _from_file(source: FileData, name: str, wanted: Sequence[LabelSettings], seed: int) -> GridData:

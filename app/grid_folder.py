@@ -109,7 +109,7 @@ class GridFolder:
     def is_captured(self, cell: CaptureCell) -> bool:
         """Whether the whole capture is on disk."""
         held = self.store_info(cell)
-        return held is not None and held.is_whole and self.capture_facts(cell) is not None
+        return held is not None and held.is_whole and "rows" in (self.capture_facts(cell) or {})
 
     def store_info(self, cell: CaptureCell) -> StoreInfo | None:
         """How far a capture is; None if it was not begun."""

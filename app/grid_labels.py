@@ -75,6 +75,8 @@ def _two_values(known: pd.Series, column: str) -> tuple[np.ndarray, dict]:
             f"{column} has {n_values} values ({_values(known)}); a probe needs two. Write {{column: {name}, "
             f"{way}{', ' if way else ''}positive: ONE OF THEM}}."
         )
+    if n_values == 1:
+        raise ValueError(f"{column} is {known.iloc[0]!r} in every row that has it; a probe needs both classes.")
     positive, classes = binary_labels(known, n_rows=len(known))
     return positive, {"positive": str(classes[1]), "negative": str(classes[0])}
 

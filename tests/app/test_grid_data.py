@@ -14,13 +14,40 @@ LABEL, KIND, TOKEN = (LabelSettings(column=name) for name in ("label", "kind", "
 @pytest.fixture
 def both_kinds() -> GridData:
     table = pd.DataFrame({"text": list("abcd"), "group": range(4), "label": [0, 1, 0, 1], "kind": ["x", "y", "z", "x"]})
-    return GridData("mine", table, {"is_last": [[0]] * 4}, ("label", "is_last"), {})
+    return GridData("mine", table, {"is_last": [[0, 1]] * 4}, ("label", "is_last"), {})
 
 
 def test_defaults_are_of_texts_or_of_tokens(both_kinds) -> None:
     assert both_kinds.labels_at("last", None) == [LABEL]
     assert both_kinds.labels_at("all", None) == [TOKEN]
     assert both_kinds.labels_at("all", [LABEL, TOKEN]) == [LABEL, TOKEN]
+
+
+def test_defaults_that_are_numbers_are_taken_above_their_median(both_kinds) -> None:
+    table = both_kinds.table[["text", "group"]].assign(stars=[1, 2, 3, 4])
+    places = {"place": [[0, 1, 2]] * 4, "length": lambda text, offsets: [len(text)] * len(offsets)}
+    data = GridData("mine", table, places, ("stars", "place"), {})
+    assert data.labels_at("last", None) == [LabelSettings(column="stars", above="median")]
+    assert data.labels_at("all", None) == [LabelSettings(column="place", above="median")]
+
+
+SPANS = [[(0, 1, kind)] for kind in ("x", "y", "z", "x")]
+
+
+@pytest.mark.parametrize(
+    ("given", "label", "says"),
+    [
+        (SPANS, {}, "has 3 values"),
+        (SPANS, {"positive": "w"}, "no row is 'w'; its values are 'x', 'y', 'z'"),
+        ([["x", "y", "z"]] * 4, {}, "has 3 values"),
+        (lambda text, offsets: ["abc"["abcd".index(text) % 3] for _ in offsets], {}, "has 3 values"),
+    ],
+)
+def test_labels_of_tokens_are_checked_before_there_are_tokens(both_kinds, given, label, says) -> None:
+    data = GridData("mine", both_kinds.table, {"part": given}, ("part",), {})
+    with pytest.raises(ValueError, match=f"data set 'mine': label 'part'.*{says}"):
+        data.labels_at("all", [LabelSettings(column="part", **label)])
+    assert data.labels_at("all", [LabelSettings(column="part", positive="x")])
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_values_become_two_classes(values, label, rows, positive) -> None:
             r"'c' has 3 values \('a', 'b', 'c'\); a probe needs two. Write \{column: 'c', pos",
         ),
         ([1, 2, 3], {}, ValueError, "above: median"),
-        (["a", "a"], {}, ValueError, r"1 different value\(s\)"),
+        (["a", "a"], {}, ValueError, "'c' is 'a' in every row"),
         ([None, None], {}, ValueError, "missing in all 2 rows"),
         (["yes", "no"], {"positive": False}, ValueError, "no row is False.*put the class in quotes"),
         ([0, 1], {"positive": True}, ValueError, "no row is True"),

@@ -36,7 +36,7 @@ def tokens(monkeypatch, tmp_path, model_folders):
     numbers = [list(range(len(text.split()))) for text in texts]
     labels = {"part": is_noun, "place": numbers}
 
-    kind = SimpleNamespace(labels={"is_late": "of texts"}, token_labels={"part": "", "place": ""})
+    kind = SimpleNamespace(labels={"is_late": "of texts"}, token_labels={"part": "", "place": ""}, group="group")
     monkeypatch.setattr(grid_data, "DATA_SETS", {"words": kind})
     monkeypatch.setattr(
         grid_data, "load_data", lambda name, **_: LabelledTexts(name, table, labels, {"rows": len(table)})
