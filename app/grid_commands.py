@@ -23,7 +23,8 @@ def run_grid(config_path: Path, steps: Sequence[str], *, dry_run: bool = False, 
     from microtome.app.grid_folder import GridFolder
     from microtome.app.grid_log import GridLog
     from microtome.app.grid_plan import plan_grid, refuse_other_settings
-    from microtome.app.grid_run import STEPS, is_finished, run_cells
+    from microtome.app.grid_run import STEPS, run_cells
+    from microtome.app.grid_summary import is_finished
 
     if not steps or set(steps) - set(STEPS):
         raise ValueError(f"steps={steps!r}; give some of {STEPS}.")

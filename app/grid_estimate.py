@@ -22,9 +22,8 @@ import torch
 from microtome.app.grid_config import GridConfig, ProbeSettings
 from microtome.app.grid_folder import GridFolder
 from microtome.app.grid_log import said_bytes, said_error, said_seconds
-from microtome.app.grid_plan import CapturePlan, ProbePlan
+from microtome.app.grid_plan import CapturePlan, ProbePlan, needs_capture
 from microtome.app.grid_probe import labelled_rows
-from microtome.app.grid_run import needs_capture
 from microtome.app.grid_summary import FINISHED
 from microtome.capture import LoadedModel, Store, capture, estimate_capture, load_model
 from microtome.capture.batches import MAX_TOKENS
@@ -33,7 +32,7 @@ from microtome.probes.nested_fit import nested_fits
 from microtome.probes.permutation import ridge_auroc
 
 TO_DO, TO_RESUME, NOT_NEEDED, CANNOT = "to do", "to resume", "not needed", "cannot"
-_HEADS_TIMED = 4
+_MOST_TIMED, _TIMED_BYTES = 12, 2**23  # sites that are timed side by side
 _MODEL_ERRORS = (ValueError, KeyError, IndexError, TypeError, OSError)  # of loading, dissecting, encoding
 
 
@@ -172,7 +171,7 @@ def _seconds_per_probe(rows: int, width: int, settings: ProbeSettings) -> float:
     per_fold = max(-(-rows // folds), 4 * inner_folds)
     n = per_fold * folds
     generator = torch.Generator().manual_seed(0)
-    together = _HEADS_TIMED if width <= 256 else 1
+    together = max(1, min(_MOST_TIMED, _TIMED_BYTES // (8 * n * width)))
     spectrum = torch.arange(1, width + 1).float() ** -0.7
     mixed = torch.randn(width, width, generator=generator) / width**0.5
     hidden = torch.randn(together, n, width, generator=generator) * spectrum

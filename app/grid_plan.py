@@ -5,7 +5,7 @@ A cell that is there already must have been made with the settings that are want
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -68,7 +68,7 @@ def refuse_other_settings(folder: GridFolder, plans: list[CapturePlan]) -> None:
     differing = []
     for plan in plans:
         held = folder.capture_facts(plan.cell)
-        if held is not None and held["settings"] != plan.settings:
+        if held is not None and folder.store(plan.cell).is_dir() and held["settings"] != plan.settings:
             differing.append(f"captures/{plan.cell.name} ({_difference(held['settings'], plan.settings)})")
         for probe in plan.probes:
             held = folder.probe_facts(probe.cell)
@@ -81,6 +81,15 @@ def refuse_other_settings(folder: GridFolder, plans: list[CapturePlan]) -> None:
             f"{'; '.join(differing[:_SHOWN])}{more}. Nothing was done. Give this grid another name, or take back the "
             "change."
         )
+
+
+def needs_capture(folder: GridFolder, plan: CapturePlan, steps: Sequence[str]) -> bool:
+    """Whether a capture is still to be done: it is not whole, and something is to be probed in it or it is wanted."""
+    if folder.is_captured(plan.cell):
+        return False
+    has_open_probes = any(folder.probe_facts(probe.cell) is None for probe in plan.probes)
+    was_deleted = bool((folder.capture_facts(plan.cell) or {}).get("is_deleted"))
+    return has_open_probes or ("probe" not in steps and not was_deleted)
 
 
 def _capture_settings(cell: CaptureCell, data: GridData, config: GridConfig) -> dict:

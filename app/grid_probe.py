@@ -13,7 +13,6 @@ import pandas as pd
 from microtome.app.grid_config import GridConfig
 from microtome.app.grid_folder import MARKER, GridFolder
 from microtome.app.grid_labels import BinaryLabel, binary_label, draw_groups
-from microtome.app.grid_log import said_bytes
 from microtome.app.grid_plan import CapturePlan, ProbePlan
 from microtome.app.grid_report import cell_report
 from microtome.app.grid_summary import cell_words, sweep_facts
@@ -91,19 +90,3 @@ def labelled_rows(
     if config.probe.rows is not None and len(kept) > config.probe.rows:
         kept = draw_groups(groups, rows=config.probe.rows, seed=config.seed)
     return BinaryLabel(label.rows[kept], label.positive[kept], says), groups[kept]
-
-
-def said_result(row: dict) -> str:
-    """The best layer and head of a finished cell, for the log."""
-    parts = []
-    for which in ("layer", "head"):
-        if row.get(f"best_{which}_site") is not None:
-            auroc, low, high = (row[f"best_{which}_auroc{part}"] for part in ("", "_low", "_high"))
-            parts.append(f"best {which} {row[f'best_{which}_site']} {auroc:.3f} [{low:.3f}, {high:.3f}]")
-    luck = "" if row["p_best_site"] is None else f", p {row['p_best_site']:.3f}"
-    return f"{'; '.join(parts)}; shuffled labels {row['control_auroc']:.3f}{luck}"
-
-
-def said_capture(facts: dict) -> str:
-    """The size of a finished capture, for the log."""
-    return f"{facts['rows']:,} rows of {facts['texts']:,} texts, {facts['sites']} sites, {said_bytes(facts['nbytes'])}"

@@ -42,7 +42,8 @@ def cell_report(run: Run, cell: ProbeCell, says: Mapping, result: Sweep, figures
         "bootstrap over groups."
     )
     title = f"{model_name(capture.model)}, {data_name(capture.data)}: {label_name(cell.label)}"
-    return html_report(title, sections, lead=lead, headline=headline, provenance=run.provenance)
+    command = f"microtome sweep {run.path.parent.parent / 'config.yaml'}"
+    return html_report(title, sections, lead=lead, headline=headline, provenance=run.provenance, command=command)
 
 
 def _interval(value: float, low: float, high: float) -> str:

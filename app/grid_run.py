@@ -5,10 +5,8 @@ goes on. A model is loaded when the first of its captures needs it, and once. Se
 takes the cells that no other holds, and goes round again while others finish theirs.
 """
 
-import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,9 +22,10 @@ from microtome.app.grid_cells import CaptureCell, ProbeCell
 from microtome.app.grid_config import GridConfig, ModelSettings
 from microtome.app.grid_folder import CellIsBusy, GridFolder
 from microtome.app.grid_log import GridLog, said_error, said_seconds
-from microtome.app.grid_plan import CapturePlan, ProbePlan
-from microtome.app.grid_probe import run_probe, said_capture, said_result
-from microtome.app.grid_summary import ELSEWHERE, FAILED, FINISHED, write_summary
+from microtome.app.grid_plan import CapturePlan, ProbePlan, needs_capture
+from microtome.app.grid_probe import run_probe
+from microtome.app.grid_story import said_capture, said_end, said_result, said_start
+from microtome.app.grid_summary import write_summary
 from microtome.capture import LoadedModel, capture, load_model, store_info
 from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.token_labels import ROW_COLUMNS
@@ -63,7 +62,8 @@ class _GridRun:
         started = time.perf_counter()
         with _stopped_like_ctrl_c():
             try:
-                self._say_what_is_there()
+                self.log.line(said_start(self.folder, self.plans, self.steps))
+                self._write_summary()
                 while True:
                     worked = self.worked
                     self.busy.clear()
@@ -76,7 +76,8 @@ class _GridRun:
                 self._write_summary()
                 raise
         table = self._write_summary()
-        self._say_what_became_of_it(table, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.log.line(said_end(self.folder, self.plans, table, seconds, self.seconds))
         return table
 
     def _go_round(self) -> None:
@@ -220,63 +221,6 @@ class _GridRun:
 
     def _write_summary(self) -> pd.DataFrame:
         return write_summary(self.folder, self.plans, with_captures="probe" not in self.steps)
-
-    def _say_what_is_there(self) -> None:
-        probes = [probe.cell for plan in self.plans for probe in plan.probes]
-        done = sum(self.folder.probe_facts(cell) is not None for cell in probes)
-        captured = sum(self.folder.is_captured(plan.cell) for plan in self.plans)
-        self.log.line(
-            f"{' and '.join(self.steps)} of grid {self.config.name}: {len(self.plans)} captures ({captured} on disk), "
-            f"{len(probes)} probe cells ({done} finished). Process {os.getpid()} on {socket.gethostname()}."
-        )
-        self._write_summary()
-
-    def _say_what_became_of_it(self, table: pd.DataFrame, seconds: float) -> None:
-        asked = _asked_for(table, self.plans)
-        counts = asked["status"].value_counts()
-        rest = seconds - sum(self.seconds.values())
-        spent = ", ".join(f"{name} {said_seconds(value)}" for name, value in [*self.seconds.items(), ("rest", rest)])
-        still_open = asked[asked["status"] != FINISHED]
-        names = set(asked["cell"])
-        captures = [plan.cell for plan in self.plans if plan.cell.name not in names and self.folder.error(plan.cell)]
-        failed = [f"  FAILED {cell.name}: {self.folder.error(cell)}" for cell in captures]
-        failed += [f"  FAILED {row.cell}: {row.error}" for row in still_open.itertuples() if row.status == FAILED]
-        without = {probe.cell.name for plan in self.plans if plan.cell in captures for probe in plan.probes}
-        lines = [
-            f"{counts.get(FINISHED, 0)} of {len(asked)} cells are finished; {len(failed)} failed. "
-            f"This took {said_seconds(seconds)}: {spent}.",
-            *failed,
-        ]
-        for row in still_open[still_open["status"] != FAILED].itertuples():
-            why = "not run, because its capture failed" if row.cell in without else row.status
-            lines.append(f"  {why}: {row.cell}")
-        if (still_open["status"] == ELSEWHERE).any():
-            lines.append("Another process is at work on some cells; this one found nothing more to do.")
-        lines.append(f"All cells: {self.folder.summary_file}")
-        self.log.line("\n".join(lines))
-
-
-def needs_capture(folder: GridFolder, plan: CapturePlan, steps: Sequence[str]) -> bool:
-    """Whether a capture is still to be done: it is not whole, and something is to be probed in it or it is wanted."""
-    if folder.is_captured(plan.cell):
-        return False
-    has_open_probes = any(folder.probe_facts(probe.cell) is None for probe in plan.probes)
-    was_deleted = bool((folder.capture_facts(plan.cell) or {}).get("is_deleted"))
-    return has_open_probes or ("probe" not in steps and not was_deleted)
-
-
-def is_finished(table: pd.DataFrame, plans: Sequence[CapturePlan]) -> bool:
-    """Whether every cell that was asked for is finished. `table` is the summary."""
-    return bool((_asked_for(table, plans)["status"] == FINISHED).all())
-
-
-def _asked_for(table: pd.DataFrame, plans: Sequence[CapturePlan]) -> pd.DataFrame:
-    """The summary's rows that a run was about: captures if it has them, else the probe cells of the settings."""
-    captures = {plan.cell.name for plan in plans}
-    of_captures = table[table["cell"].isin(captures)]
-    if len(of_captures):
-        return of_captures
-    return table[table["cell"].isin({probe.cell.name for plan in plans for probe in plan.probes})]
 
 
 def _once(load: Callable[[], LoadedModel]) -> Callable[[], LoadedModel]:

@@ -33,7 +33,7 @@ _TYPES = {
 
 
 def sweep_facts(result: Sweep) -> dict:
-    """What the summary says of a finished sweep, as plain values."""
+    """What the summary says of a finished sweep, as plain values; what is NaN is left out."""
     table = result.table
     best = table.loc[table["auroc"].idxmax()]
     facts: dict = {"rows": len(result.positive), "groups": int(result.groups.max()) + 1}
@@ -42,11 +42,12 @@ def sweep_facts(result: Sweep) -> dict:
         if len(of_kind):
             row = of_kind.loc[of_kind["auroc"].idxmax()]
             facts[f"{which}_site"] = str(row["site"])
-            facts |= {f"{which}_{name}": float(row[name]) for name in ("auroc", "auroc_low", "auroc_high")}
-    facts["control_auroc"] = float(best["control_auroc"])
-    facts["p_best_site"] = None if pd.isna(best["p_best_site"]) else float(best["p_best_site"])
+            facts |= {f"{which}_{name}": row[name] for name in ("auroc", "auroc_low", "auroc_high")}
+    facts |= {"control_auroc": best["control_auroc"], "p_best_site": best["p_best_site"]}
     facts |= {f"selected_{name}": getattr(result.selected, name) for name in ("auroc", "auroc_low", "auroc_high")}
-    return facts
+    return {
+        name: float(value) if isinstance(value, float) else value for name, value in facts.items() if value == value
+    }
 
 
 def summary(folder: GridFolder, plans: Sequence[CapturePlan], *, with_captures: bool) -> pd.DataFrame:
@@ -71,6 +72,20 @@ def write_summary(folder: GridFolder, plans: Sequence[CapturePlan], *, with_capt
         with replaced_file(folder.summary_file) as scratch:
             table.to_parquet(scratch)
     return table
+
+
+def is_finished(table: pd.DataFrame, plans: Sequence[CapturePlan]) -> bool:
+    """Whether every cell that was asked for is finished. `table` is the summary."""
+    return bool((asked_for(table, plans)["status"] == FINISHED).all())
+
+
+def asked_for(table: pd.DataFrame, plans: Sequence[CapturePlan]) -> pd.DataFrame:
+    """The summary's rows that a run was about: captures if it has them, else the probe cells of the settings."""
+    captures = {plan.cell.name for plan in plans}
+    of_captures = table[table["cell"].isin(captures)]
+    if len(of_captures):
+        return of_captures
+    return table[table["cell"].isin({probe.cell.name for plan in plans for probe in plan.probes})]
 
 
 def cell_words(cell: CaptureCell | ProbeCell) -> dict:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pandas as pd
@@ -60,7 +62,7 @@ def test_two_models_by_two_data_sets_finish(grid, model_folders, tables, tmp_pat
     assert log.count("  captured ") == 4
     assert log.count("  probed ") == 8
     assert "best layer resid_post." in log
-    assert "8 of 8 cells are finished; 0 failed" in log
+    assert "8 of 8 cells finished, 0 failed" in log
 
     before = files_of(folder / "cells") | files_of(folder / "captures")
     monkeypatch.setattr(grid_run, "load_model", lambda name: pytest.fail("a finished grid loads no model"))
@@ -106,8 +108,8 @@ def test_a_cell_that_fails_fails_alone(grid, model_folders, tmp_path, monkeypatc
     log = (folder / "log.txt").read_text(encoding="utf-8")
     assert log.count("  FAILED ") == 4  # the cell and the capture, when they fail and in the list at the end
     assert log.count("  not run, because its capture failed: ") == 4
-    assert "3 of 6 cells are finished; 2 failed" in log
-    assert f"FAILED {failed}: RuntimeError: the solver" in log.rpartition("cells are finished")[2]
+    assert "3 of 6 cells finished, 2 failed" in log
+    assert f"FAILED {failed}: RuntimeError: the solver" in log.rpartition("cells finished")[2]
     assert "Traceback" not in log
 
     monkeypatch.setattr(grid_probe, "sweep", real)
@@ -169,6 +171,30 @@ def test_other_settings_are_refused_before_any_work(grid, change, says, tmp_path
     assert files_of(tmp_path / "runs") == before
     # how it is run may change
     assert run_grid(grid(capture={"max_tokens": 512}, report=True), BOTH) == 0
+
+
+def test_a_capture_that_was_deleted_by_hand_holds_nobody_to_its_settings(grid, tmp_path) -> None:
+    assert run_grid(grid(), ("capture",)) == 0
+    with pytest.raises(ValueError, match=r"captures/.*dtype was float32"):
+        run_grid(grid(capture={"dtype": "bfloat16"}), ("capture",))
+    shutil.rmtree(tmp_path / "runs" / "night" / "captures" / "llama--first--resid_post+z--last")
+    assert run_grid(grid(capture={"dtype": "bfloat16"}), ("capture",)) == 0
+
+
+def test_warnings_of_a_cell_are_in_the_log(grid, tmp_path, monkeypatch) -> None:
+    real = grid_probe.sweep
+
+    def warns(*arguments, **settings):
+        for _ in range(3):
+            warnings.warn("some fits stopped early", UserWarning, stacklevel=1)
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(grid_probe, "sweep", warns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert run_grid(grid(), BOTH) == 0
+    log = (tmp_path / "runs" / "night" / "log.txt").read_text(encoding="utf-8")
+    assert log.count("warning in llama--first--resid_post+z--last--verdict: UserWarning: some fits stopped early") == 1
 
 
 def test_changed_data_are_refused_before_any_work(grid, tables, tmp_path) -> None:

@@ -1,0 +1,80 @@
+"""What the log of a grid says: how a run starts, what each cell found, and at the end what is left and why."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from microtome.app.grid_folder import GridFolder
+from microtome.app.grid_log import said_bytes, said_seconds
+from microtome.app.grid_plan import CapturePlan
+from microtome.app.grid_summary import ELSEWHERE, FAILED, FINISHED, asked_for
+
+
+def said_start(folder: GridFolder, plans: Sequence[CapturePlan], steps: Sequence[str]) -> str:
+    """What is to be done and what is there."""
+    probes = [probe.cell for plan in plans for probe in plan.probes]
+    done = sum(folder.probe_facts(cell) is not None for cell in probes)
+    captured = sum(folder.is_captured(plan.cell) for plan in plans)
+    return (
+        f"{' and '.join(steps)} of grid {folder.path.name}: {_count(len(plans), 'capture')} ({captured} on disk), "
+        f"{_count(len(probes), 'probe cell')} ({done} finished). Process {os.getpid()} on {socket.gethostname()}."
+    )
+
+
+def said_result(row: dict) -> str:
+    """The best layer and head of a finished cell, for the log."""
+    parts = []
+    for which in ("layer", "head"):
+        if f"best_{which}_auroc_high" in row:
+            auroc, low, high = (row[f"best_{which}_auroc{part}"] for part in ("", "_low", "_high"))
+            parts.append(f"best {which} {row[f'best_{which}_site']} {auroc:.3f} [{low:.3f}, {high:.3f}]")
+    if "control_auroc" in row:
+        parts.append(f"shuffled labels {row['control_auroc']:.3f}")
+    if "p_best_site" in row:
+        parts.append(f"p {row['p_best_site']:.3f}")
+    return "; ".join(parts)
+
+
+def said_capture(facts: dict) -> str:
+    """The size of a finished capture, for the log."""
+    return f"{facts['rows']:,} rows of {facts['texts']:,} texts, {facts['sites']} sites, {said_bytes(facts['nbytes'])}"
+
+
+def said_end(
+    folder: GridFolder,
+    plans: Sequence[CapturePlan],
+    table: pd.DataFrame,
+    seconds: float,
+    spent: Mapping[str, float],
+) -> str:
+    """How many cells are finished, where the time went, and each cell that is not finished with its reason.
+
+    table: the summary. spent: seconds of `seconds` by what they were spent on.
+    """
+    asked = asked_for(table, plans)
+    counts = asked["status"].value_counts()
+    still_open = asked[asked["status"] != FINISHED]
+    names = set(asked["cell"])
+    captures = [plan.cell for plan in plans if plan.cell.name not in names and folder.error(plan.cell)]
+    failed = [f"  FAILED {cell.name}: {folder.error(cell)}" for cell in captures]
+    failed += [f"  FAILED {row.cell}: {row.error}" for row in still_open.itertuples() if row.status == FAILED]
+    without = {probe.cell.name for plan in plans if plan.cell in captures for probe in plan.probes}
+    parts = [*spent.items(), ("rest", seconds - sum(spent.values()))]
+    lines = [
+        f"{counts.get(FINISHED, 0)} of {_count(len(asked), 'cell')} finished, {len(failed)} failed. "
+        f"This took {said_seconds(seconds)}: {', '.join(f'{name} {said_seconds(part)}' for name, part in parts)}.",
+        *failed,
+    ]
+    for row in still_open[still_open["status"] != FAILED].itertuples():
+        why = "not run, because its capture failed" if row.cell in without else row.status
+        lines.append(f"  {why}: {row.cell}")
+    if (still_open["status"] == ELSEWHERE).any():
+        lines.append("Another process is at work on some cells; this one found nothing more to do.")
+    lines.append(f"All cells: {folder.summary_file}")
+    return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
