@@ -1,21 +1,18 @@
 """The command `microtome`. Options are made from the settings' fields; `--config FILE.yaml` gives them all at once.
 
-Heavy imports happen inside the commands, so that `--help` answers at once. A user's error is one clear line and exit
-code 2.
+Heavy imports happen inside the commands, so that `--help` answers at once. `--json` prints one JSON
+document on stdout and nothing else there. A user's error is one clear line and exit code 2 (app/user_errors.py).
 """
 
-import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Literal
 
 import typer
-import yaml
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from microtome.app.config import DemoConfig
+from microtome.app.settings_file import read_settings
+from microtome.app.user_errors import user_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -70,8 +67,8 @@ def demo(
 ) -> None:
     """From text to a per-head probe map: capture, probe every layer and head with controls, and write a report."""
     given = {key: value for key, value in locals().items() if key in _FIELDS and value is not None}
-    with _user_errors():
-        settings = _settings(config, given)
+    with user_errors(as_json, flags=_FIELDS):
+        settings = read_settings(DemoConfig, config, given)
         from microtome.app.demo import run_demo
 
         run_demo(settings, as_json=as_json)
@@ -95,58 +92,10 @@ def check(
     ] = False,
 ) -> None:
     """Find a model's parts, prove them, and print which sites it offers, which not and why."""
-    with _user_errors():
+    with user_errors(as_json):
         from microtome.app.models_check import check_model
 
         check_model(name, as_json=as_json, again=again)
-
-
-def _settings(config: Path | None, given: dict) -> DemoConfig:
-    held: dict = {}
-    if config is not None:
-        if not config.is_file():
-            raise FileNotFoundError(f"there is no settings file {config}; the working directory is {Path.cwd()}.")
-        try:
-            held = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{config} is no YAML: {str(error).splitlines()[0]}.") from error
-        if not isinstance(held, dict):
-            raise ValueError(f"{config} holds a {type(held).__name__}; settings are names with values, 'texts: 640'.")
-    return DemoConfig(**(held | given))
-
-
-class _user_errors:
-    """Turn what a user can mend into one line and exit code 2; anything else keeps its traceback."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, ValidationError):
-            _fail("; ".join(_sentence(e) for e in error.errors()))
-        if isinstance(error, (ValueError, KeyError, IndexError, TypeError, FileNotFoundError, FileExistsError)):
-            while trace.tb_next is not None:
-                trace = trace.tb_next
-            if trace.tb_frame.f_globals.get("__name__", "").startswith("microtome."):  # a check of ours, not a crash
-                _fail(error.args[0] if isinstance(error, KeyError) else str(error))
-
-
-def _sentence(error: ErrorDetails) -> str:
-    """One of pydantic's errors in words of the command line."""
-    option = "--" + "-".join(str(part).replace("_", "-") for part in error["loc"])
-    said = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        return f"{option[2:]!r} is no setting; there are {', '.join(_FIELDS)}"
-    return said if option == "--" else f"{option} {error.get('input')!r}: {said[0].lower()}{said[1:]}"
-
-
-def _fail(message: str) -> None:
-    from rich.console import Console  # late: importing rich draws from Python's random generator
-
-    console = Console(stderr=True, highlight=False)
-    console.print("microtome:", style="red", end=" ")
-    console.print(message, soft_wrap=True, markup=False)
-    sys.exit(2)
 
 
 def main() -> None:
