@@ -21,7 +21,18 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Cut thin slices out of any transformer while it runs.",
 )
+models = typer.Typer(no_args_is_help=True)
+data = typer.Typer(no_args_is_help=True)
+store = typer.Typer(no_args_is_help=True)
+app.add_typer(models, name="models", help="What models there are, and what is known of one.")
+app.add_typer(data, name="data", help="Labelled data sets from registry packages.")
+app.add_typer(store, name="store", help="Folders of kept activations.")
+
 _FIELDS = DemoConfig.model_fields
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be done, and what it takes, and stop")]
+GridFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="YAML file with the settings of the grid")]
+StoreFolder = Annotated[Path, typer.Argument(help="folder of a store")]
 
 
 def _option(name: str, *flags: str) -> typer.models.OptionInfo:
@@ -63,7 +74,7 @@ def demo(
     seed: Annotated[int | None, _option("seed", "--seed")] = None,
     out: Annotated[Path | None, _option("out", "--out")] = None,
     name: Annotated[str | None, _option("name", "--name")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """From text to a per-head probe map: capture, probe every layer and head with controls, and write a report."""
     given = {key: value for key, value in locals().items() if key in _FIELDS and value is not None}
@@ -74,28 +85,160 @@ def demo(
         run_demo(settings, as_json=as_json)
 
 
-models = typer.Typer(no_args_is_help=True, help="What is known of a model.")
-app.add_typer(models, name="models")
+@app.command("capture")
+def capture_grid(config: GridFile, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Keep the activations of every model and data set of a grid in stores; what is finished is not done again."""
+    _grid(config, ("capture",), dry_run, as_json)
 
 
-@models.callback()
-def _models() -> None:
-    """What is known of a model."""
+@app.command("probe")
+def probe_grid(config: GridFile, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Fit the probes of a grid on the stores that `microtome capture` left."""
+    _grid(config, ("probe",), dry_run, as_json)
 
 
-@models.command()
-def check(
+@app.command("sweep")
+def sweep_grid(config: GridFile, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Capture and probe a whole grid; what is finished is not done again."""
+    _grid(config, ("capture", "probe"), dry_run, as_json)
+
+
+def _grid(config: Path, steps: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+    with user_errors(as_json):
+        from microtome.app.grid_commands import run_grid
+
+        raise typer.Exit(run_grid(config, steps=steps, dry_run=dry_run, as_json=as_json))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Look whether everything that is needed is here, and say what mends what is not (exit code 1 then)."""
+    with user_errors(as_json):
+        from microtome.app.doctor import diagnose, is_well, print_diagnosis
+
+        findings = diagnose()
+        print_diagnosis(findings, as_json=as_json)
+        _exit_unless(is_well(findings))
+
+
+@models.command("list")
+def list_models(as_json: Json = False) -> None:
+    """Models on this machine: bundled, converted from GGUF, and in the hub's cache."""
+    with user_errors(as_json):
+        from microtome.app import models_list
+
+        models_list.list_models(as_json=as_json)
+
+
+@models.command("check")
+def check_model(
     name: Annotated[str, typer.Argument(help="bundled name, hub id, folder or GGUF file")],
-    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+    as_json: Json = False,
     again: Annotated[
         bool, typer.Option("--again", help="prove everything anew, not only the cheap identities")
     ] = False,
 ) -> None:
     """Find a model's parts, prove them, and print which sites it offers, which not and why."""
     with user_errors(as_json):
-        from microtome.app.models_check import check_model
+        from microtome.app import models_check
 
-        check_model(name, as_json=as_json, again=again)
+        models_check.check_model(name, as_json=as_json, again=again)
+
+
+@data.command("list")
+def list_data(as_json: Json = False) -> None:
+    """Data sets: what they hold, which labels they have, and whether they are on this machine."""
+    with user_errors(as_json):
+        from microtome.app import data_commands
+
+        data_commands.list_data(as_json=as_json)
+
+
+@data.command("fetch")
+def fetch_data(
+    names: Annotated[list[str] | None, typer.Argument(help="data sets to fetch; all if none is named")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fetch data sets once; afterwards they need no network."""
+    with user_errors(as_json):
+        from microtome.app import data_commands
+
+        data_commands.fetch_data_sets(names or [], as_json=as_json)
+
+
+@data.command("verify")
+def verify_data(
+    names: Annotated[list[str] | None, typer.Argument(help="data sets to verify; all if none is named")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check hashes and counts of data sets again (exit code 1 if one is not what it should be)."""
+    with user_errors(as_json):
+        from microtome.app import data_commands
+
+        _exit_unless(data_commands.verify_data_sets(names or [], as_json=as_json))
+
+
+@store.command("verify")
+def verify_store(
+    path: StoreFolder,
+    discard_damaged: Annotated[
+        bool, typer.Option("--discard-damaged", help="throw damaged shards away; the capture makes them anew")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every shard of a store against its record (exit code 1 if one is damaged)."""
+    with user_errors(as_json):
+        from microtome.app import store_commands
+
+        _exit_unless(store_commands.verify_store(path, discard_damaged=discard_damaged, as_json=as_json))
+
+
+@store.command("info")
+def show_store(path: StoreFolder, as_json: Json = False) -> None:
+    """What a store holds: model, data, sites, rows, size, and how much of it is finished."""
+    with user_errors(as_json):
+        from microtome.app import store_commands
+
+        store_commands.show_store(path, as_json=as_json)
+
+
+@store.command("merge")
+def merge_stores(
+    out: Annotated[Path, typer.Argument(help="folder of the new store")],
+    paths: Annotated[list[Path], typer.Argument(help="folders of the stores to join, in this order")],
+    as_json: Json = False,
+) -> None:
+    """Join stores of the same model and sites into a new one."""
+    with user_errors(as_json):
+        from microtome.app import store_commands
+
+        store_commands.merge_stores(out, paths, as_json=as_json)
+
+
+@store.command("export")
+def export_store(
+    path: StoreFolder,
+    out: Annotated[Path, typer.Argument(help="file or folder to write")],
+    form: Annotated[
+        Literal["activations", "npy", "parquet"],
+        typer.Option("--format", help="a folder for Activations.load, an array per site, or a table"),
+    ] = "activations",
+    site: Annotated[
+        list[str] | None, typer.Option(help="a site to export; give it again for more [default: all]")
+    ] = None,
+    rows: Annotated[str | None, typer.Option(help="which rows: a condition on their columns, 'label == 1'")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a store, or some of its sites and rows, in a form that other programs read."""
+    with user_errors(as_json):
+        from microtome.app import store_commands
+
+        store_commands.export_store(path, out, format=form, sites=site, rows=rows, as_json=as_json)
+
+
+def _exit_unless(is_well: bool) -> None:
+    if not is_well:
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -14,11 +14,9 @@ Beware: a broken pipe (`| head`) is left to typer, which ends quietly.
 import errno
 import json
 import os
-import re
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from types import TracebackType
 from typing import get_args
@@ -26,12 +24,10 @@ from typing import get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from microtome.app.declared_packages import package_of, pip_command
+
 _OURS = (ValueError, KeyError, IndexError, TypeError, OSError)
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_PACKAGES = {
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
-}  # import name: package; elsewhere they differ by - and _ alone
 _SHOWN = 80  # characters of a refused value
 _ADVICE = {
     errno.EACCES: "Give another place, or change who may use it",
@@ -106,19 +102,10 @@ def _is_installed(path: Path) -> bool:
 
 def _missing_package(module: str) -> str | None:
     """The pip command for a package that Microtome declares; None for a module that is no package of these."""
-    top = module.partition(".")[0]
-    wanted = _PACKAGES.get(top, top).replace("_", "-").lower()
-    try:
-        declared = requires("microtome") or []
-    except PackageNotFoundError:
+    if (package := package_of(module)) is None or package.installed_version is not None:
         return None
-    for requirement in declared:
-        named, _, condition = requirement.partition(";")
-        if re.match(r"[A-Za-z0-9._-]+", named)[0].replace("_", "-").lower() == wanted:
-            extra = re.search(r"""extra == ['"]([^'"]+)['"]""", condition)
-            part = f" (of the optional part {extra[1]!r})" if extra else ""
-            return f"this needs the package {wanted}{part}, which is not installed. Run: pip install '{named.strip()}'"
-    return None
+    part = f" (of the optional part {package.extra!r})" if package.extra else ""
+    return f"this needs the package {package.name}{part}, which is not installed. Run: {pip_command([package])}"
 
 
 def _settings_sentence(error: ErrorDetails, title: str, flags: Collection[str]) -> str:
