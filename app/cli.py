@@ -37,7 +37,7 @@ StoreFolder = Annotated[Path, typer.Argument(help="folder of a store")]
 
 def _option(name: str, *flags: str) -> typer.models.OptionInfo:
     return typer.Option(
-        *flags, help=f"{_FIELDS[name].description} [default: {_FIELDS[name].default}]", show_default=False
+        *flags, help=f"{_FIELDS[name].description} (default: {_FIELDS[name].default})", show_default=False
     )
 
 

@@ -21,6 +21,7 @@ DEFAULT_MODEL = "smollm2"  # what commands take if no model is named: it is need
 LEAST_MEMORY = 2_000_000_000
 LEAST_DISK = 1_000_000_000
 LEAST_DISK_OF_RUNS = 100_000_000
+_OTHER_CACHE = "export MICROTOME_CACHE=/a/folder/with/room"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,19 @@ class Finding:
 
 def diagnose() -> list[Finding]:
     """Look at everything; nothing is changed but that the cache folder is made."""
-    looks = (_python, _microtome, _packages, _extras, _torch, _memory, _cache, _runs, _bundled_models, _data_sets)
-    return [finding for look in looks for finding in _looked(look)]
+    looks = {
+        "Python": _python,
+        "Microtome": _microtome,
+        "packages": _packages,
+        "extras": _extras,
+        "torch's threads and GPU": _torch,
+        "memory": _memory,
+        "cache folder": _cache,
+        "runs": _runs,
+        "bundled models": _bundled_models,
+        "data sets": _data_sets,
+    }
+    return [finding for what, look in looks.items() for finding in _looked(what, look)]
 
 
 def is_well(findings: list[Finding]) -> bool:
@@ -48,15 +60,14 @@ def is_well(findings: list[Finding]) -> bool:
     return not any(finding.is_well is False for finding in findings)
 
 
-def _looked(look: Callable[[], list[Finding]]) -> list[Finding]:
+def _looked(what: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     """What `look` finds; a package that does not import, and a folder that cannot be used, are findings themselves."""
-    what = look.__name__.strip("_").replace("_", " ")
     try:
         return look()
     except ImportError as error:
         return [Finding(what, f"not looked at, for a package does not import ({_first_line(error)})", False)]
     except OSError as error:
-        return [Finding(what, f"not usable ({_first_line(error)})", False)]
+        return [Finding(what, f"not usable ({_first_line(error)})", False, _OTHER_CACHE)]
 
 
 def _python() -> list[Finding]:
@@ -145,7 +156,7 @@ def _cache() -> list[Finding]:
     from microtome.data.registry import cache_folder
 
     root = cache_folder()
-    findings = [_folder("cache folder", root, LEAST_DISK, "export MICROTOME_CACHE=/a/folder/with/room")]
+    findings = [_folder("cache folder", root, LEAST_DISK, _OTHER_CACHE)]
     for part in sorted(path for path in root.iterdir() if path.is_dir()):
         files = [path for path in part.iterdir() if not path.name.startswith(".")]
         found = f"{len(files)} {'entry' if len(files) == 1 else 'entries'}, {in_words(folder_bytes(part))}"

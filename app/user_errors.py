@@ -14,6 +14,7 @@ Beware: a broken pipe (`| head`) is left to typer, which ends quietly.
 import errno
 import json
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable
@@ -71,7 +72,7 @@ def sentence(error: Exception, trace: TracebackType | None, flags: Collection[st
         return _missing_package(error.name or "")
     if isinstance(error, BrokenPipeError):
         return None
-    if isinstance(error, OSError) and error.errno is not None and (said := _system_sentence(error)) is not None:
+    if (said := _system_sentence(error)) is not None:
         return said
     if isinstance(error, _OURS) and _is_raised_by_us(trace):
         return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -84,20 +85,36 @@ def _is_raised_by_us(trace: TracebackType | None) -> bool:
     return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("microtome.")
 
 
-def _system_sentence(error: OSError) -> str | None:
+def _system_sentence(error: Exception) -> str | None:
     """An error of the operating system: named with its place. A file of the installation is no place of the user's."""
-    named = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes, Path))]
-    if any(_is_installed(Path(name)) for name in named) or not (named or error.errno in _FULL_OR_READ_ONLY):
+    code, places, what = _of_the_system(error)
+    if code is None or any(_is_installed(Path(place)) for place in places):
         return None
-    what = (error.strerror or type(error).__name__).lower()
-    advice = f". {_ADVICE[error.errno]}." if error.errno in _ADVICE else "."
-    return f"{' -> '.join(named)}{': ' if named else ''}{what}{advice}"
+    if not (places or code in _FULL_OR_READ_ONLY):
+        return None
+    advice = f". {_ADVICE[code]}." if code in _ADVICE else "."
+    return f"{' -> '.join(places)}{': ' if places else ''}{what[0].lower()}{what[1:]}{advice}"
+
+
+def _of_the_system(error: Exception) -> tuple[int | None, list[str], str]:
+    """Error number, paths and words; no number for an error that is not the system's.
+
+    Arrow gives a number and safetensors a text with the number; both write the path into their message.
+    """
+    if isinstance(error, OSError):
+        named = [name for name in (error.filename, error.filename2) if isinstance(name, (str, bytes, Path))]
+        if named:
+            return error.errno, [os.fsdecode(name) for name in named], error.strerror or type(error).__name__
+        code = error.errno
+    else:
+        number = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+        code = int(number[1]) if number else None
+    return code, re.findall(r"""['"](/[^'"]+)['"]""", str(error)), os.strerror(code) if code else ""
 
 
 def _is_installed(path: Path) -> bool:
     paths = sysconfig.get_paths()
-    installed = [Path(paths[key]) for key in ("stdlib", "purelib", "platlib")] + [Path(__file__).resolve().parents[1]]
-    return path.is_absolute() and any(path.is_relative_to(place) for place in installed)
+    return path.is_absolute() and any(path.is_relative_to(paths[key]) for key in ("stdlib", "purelib", "platlib"))
 
 
 def _missing_package(module: str) -> str | None:
