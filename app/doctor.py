@@ -67,7 +67,7 @@ def _looked(what: str, look: Callable[[], list[Finding]]) -> list[Finding]:
     except ImportError as error:
         return [Finding(what, f"not looked at, for a package does not import ({_first_line(error)})", False)]
     except OSError as error:
-        return [Finding(what, f"not usable ({_first_line(error)})", False, _OTHER_CACHE)]
+        return [Finding(what, f"not usable ({_first_line(error)})", False)]
 
 
 def _python() -> list[Finding]:
@@ -155,7 +155,10 @@ def _memory() -> list[Finding]:
 def _cache() -> list[Finding]:
     from microtome.data.registry import cache_folder
 
-    root = cache_folder()
+    try:
+        root = cache_folder()
+    except OSError as error:
+        return [Finding("cache folder", f"cannot be made ({_first_line(error)})", False, _OTHER_CACHE)]
     findings = [_folder("cache folder", root, LEAST_DISK, _OTHER_CACHE)]
     for part in sorted(path for path in root.iterdir() if path.is_dir()):
         files = [path for path in part.iterdir() if not path.name.startswith(".")]

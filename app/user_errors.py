@@ -29,6 +29,7 @@ from microtome.app.declared_packages import package_of, pip_command
 
 _OURS = (ValueError, KeyError, IndexError, TypeError, OSError)
 _FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_BRANCHES = ("bool", "int", "float", "str")
 _SHOWN = 80  # characters of a refused value
 _ADVICE = {
     errno.EACCES: "Give another place, or change who may use it",
@@ -141,8 +142,9 @@ def _settings_sentence(error: ErrorDetails, title: str, flags: Collection[str]) 
 
 
 def _path(place: Iterable[str | int]) -> str:
-    """`data[1].texts` for ("data", 1, "texts")."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    """`data[1].texts` for ("data", 1, "texts"). The branches of a union, which pydantic names too, are left out."""
+    named = [part for part in place if isinstance(part, int) or (part.isidentifier() and part not in _BRANCHES)]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in named).lstrip(".")
 
 
 def _unknown_setting(place: tuple[str | int, ...], title: str) -> str:
@@ -151,7 +153,7 @@ def _unknown_setting(place: tuple[str | int, ...], title: str) -> str:
     known = _settings_at(place[:-1], title)
     near = difflib.get_close_matches(str(place[-1]), known, n=1)
     hint = f". Did you mean {near[0]!r}?" if near else ""
-    return f"{_path(place)!r} is no setting" + (f"; there are {', '.join(known)}" if known else "") + hint
+    return f"{_path(place) or place[-1]!r} is no setting" + (f"; there are {', '.join(known)}" if known else "") + hint
 
 
 def _settings_at(place: tuple[str | int, ...], title: str) -> list[str]:

@@ -30,6 +30,7 @@ class Whole(BaseModel):
     data: list[Part] = []
     part: Part | None = None
     seeds: int = 0
+    either: Part | int | None = None
 
 
 def outcome(capsys, action, *, as_json: bool = False, flags=()) -> tuple[int, str, str]:
@@ -160,7 +161,8 @@ def test_a_module_missing_inside_a_package_is_a_crash(module):
         ({"data": [{}, {"texts": 3}]}, "data[1].texts 3: input should be greater than or equal to 5"),
         ({"part": {"texts": "many"}}, "part.texts 'many': input should be a valid integer"),
         ({"seeds": "x" * 500}, "…: input should be a valid integer"),
-        ({"sedes": 1}, "'sedes' is no setting; there are data, part, seeds. Did you mean 'seeds'?"),
+        ({"either": "x"}, "either 'x': input should be a valid integer"),
+        ({"sedes": 1}, "'sedes' is no setting; there are data, part, seeds, either. Did you mean 'seeds'?"),
         ({"data": [{"text": 1}]}, "'data[0].text' is no setting; there are texts. Did you mean 'texts'?"),
     ],
 )
