@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 import microtome.app
+from microtome.app import demo
 from microtome.app.cli import app
 from microtome.app.config import DemoConfig
 
@@ -241,11 +242,14 @@ def test_a_users_own_words_are_not_read_as_markup(tmp_path: Path) -> None:
     assert "[/x]" in result.output
 
 
-def test_a_place_no_run_can_go_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_place_no_run_can_go_is_refused_before_any_work(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     result = run("demo", "--model", "no/such-model", "--out", str(tmp_path / "file"))
     assert result.exit_code == 2
     assert "is a file; runs go into a folder" in result.output.replace("\n", " ")
+    monkeypatch.setattr(demo, "can_write", lambda folder: folder != tmp_path)
+    assert f"{tmp_path} cannot be written to." in run("demo", "--model", "no/such-model", "--out", str(tmp_path)).stderr
+    monkeypatch.undo()
     (tmp_path / "foreign").mkdir()
     result = run("demo", "--model", "no/such-model", "--out", str(tmp_path), "--name", "foreign")
     assert "is no run folder" in result.output.replace("\n", " ")
