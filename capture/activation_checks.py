@@ -9,6 +9,7 @@ from torch import Tensor
 
 from microtome.capture.activation_sites import any_site
 from microtome.capture.sites import KINDS, Site
+from microtome.capture.stored_tensor import StoredTensor
 
 
 def as_tensors(arrays: Mapping) -> dict[Site, Tensor]:
@@ -38,7 +39,7 @@ def as_tensors(arrays: Mapping) -> dict[Site, Tensor]:
     return tensors
 
 
-def check_axes(site: Site, tensor: Tensor) -> None:
+def check_axes(site: Site, tensor: Tensor | StoredTensor) -> None:
     """[row, d], or [row, head, d] for all heads of a site.
 
     Raises:
@@ -55,7 +56,7 @@ def check_axes(site: Site, tensor: Tensor) -> None:
         raise ValueError(f"{site} has shape {list(tensor.shape)}; expected {expected}, no axis empty.")
 
 
-def check_rows(rows: pd.DataFrame, tensors: Mapping[Site, Tensor]) -> None:
+def check_rows(rows: pd.DataFrame, tensors: Mapping[Site, Tensor | StoredTensor]) -> None:
     """The row table has the columns every capture has, and as many rows as each tensor.
 
     Raises:

@@ -10,7 +10,6 @@ says so.) Reading maps the tensors into memory, so that only what is touched is 
 default, touches all of it once.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,10 +22,12 @@ from typing import Any
 import pandas as pd
 import pyarrow
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from microtome.capture.safetensors_file import write_safetensors
 from microtome.capture.sites import Site
+from microtome.capture.stored_tensor import StoredTensor, pieces
+from microtome.data.registry import file_sha256
 
 FORMAT = "microtome activations 1"
 _TENSORS, _ROWS, _MANIFEST = "activations.safetensors", "rows.parquet", "manifest.json"
@@ -35,7 +36,7 @@ _TENSORS, _ROWS, _MANIFEST = "activations.safetensors", "rows.parquet", "manifes
 def save_activations(
     path: str | Path,
     rows: pd.DataFrame,
-    tensors: Mapping[Site, Tensor],
+    tensors: Mapping[Site, Tensor | StoredTensor],
     provenance: Mapping[str, Any],
     *,
     overwrite: bool = False,
@@ -111,7 +112,7 @@ def load_activations(
         file = path / name
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing, though the manifest lists it. Save the activations again.")
-        if file.stat().st_size != facts["bytes"] or (verify and _sha256(file) != facts["sha256"]):
+        if file.stat().st_size != facts["bytes"] or (verify and file_sha256(file) != facts["sha256"]):
             raise ValueError(f"{file} is damaged: it is not the file the manifest was written for. Capture again.")
     try:
         rows = pd.read_parquet(path / _ROWS)
@@ -122,7 +123,9 @@ def load_activations(
     return rows, tensors, manifest["provenance"]
 
 
-def _write(folder: Path, rows: pd.DataFrame, tensors: Mapping[Site, Tensor], provenance: Mapping[str, Any]) -> None:
+def _write(
+    folder: Path, rows: pd.DataFrame, tensors: Mapping[Site, Tensor | StoredTensor], provenance: Mapping[str, Any]
+) -> None:
     sites = [
         {"name": str(site), "site": asdict(site), "shape": list(tensor.shape), "dtype": str(tensor.dtype)[6:]}
         for site, tensor in tensors.items()
@@ -136,26 +139,18 @@ def _write(folder: Path, rows: pd.DataFrame, tensors: Mapping[Site, Tensor], pro
         rows.to_parquet(folder / _ROWS, index=False)
     except (pyarrow.ArrowException, ValueError) as error:
         raise TypeError(f"rows cannot be written as Parquet: {error}. Give every column one type.") from error
-    save_file(_standalone(tensors), folder / _TENSORS)
+    layout = {str(site): (tensor.dtype, tuple(tensor.shape)) for site, tensor in tensors.items()}
+    values = write_safetensors(
+        folder / _TENSORS, layout, (part.detach().cpu() for t in tensors.values() for part in pieces(t))
+    )
     manifest["files"] = {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in (_TENSORS, _ROWS)
+        _TENSORS: asdict(values),
+        _ROWS: {"bytes": (folder / _ROWS).stat().st_size, "sha256": file_sha256(folder / _ROWS)},
     }
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
     for name in (_TENSORS, _ROWS, _MANIFEST):  # a rename must not reach the disk before the bytes it names
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
-
-
-def _standalone(tensors: Mapping[Site, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, on the CPU, no two in one storage, as the file format wants them; copied only where that needs it."""
-    alone: dict[str, Tensor] = {}
-    taken: set[int] = set()
-    for site, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        alone[str(site)] = tensor.clone() if storage in taken else tensor
-        taken.add(storage)
-    return alone
 
 
 def _put_in_place(scratch: Path, path: Path) -> None:
@@ -192,8 +187,3 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not is_whole or not all(isinstance(entry, dict) and {"site", "name"} <= set(entry) for entry in sites):
         raise ValueError(f"{path / _MANIFEST} is damaged: it does not list the files and sites. Capture again.")
     return manifest
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

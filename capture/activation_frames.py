@@ -6,13 +6,17 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from microtome.capture.activation_sites import heads_apart
 from microtome.capture.sites import Site
+from microtome.capture.stored_tensor import StoredTensor, in_memory
 
 # Some 40 MB of float64; a wider table is nothing that pandas is of use for.
 MAX_CELLS = 5_000_000
 
 
-def wide_frame(rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: str = "components") -> pd.DataFrame:
+def wide_frame(
+    rows: pd.DataFrame, tensors: Mapping[Site, Tensor | StoredTensor], *, values: str = "components"
+) -> pd.DataFrame:
     """The row table and, to its right, `z.5.3[0]`, `z.5.3[1]`, ... (components) or `z.5.3` (Euclidean norms).
 
     Half-precision values become float32; others keep their type.
@@ -22,7 +26,7 @@ def wide_frame(rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: st
     """
     if values not in ("components", "norms"):
         raise ValueError(f'values={values!r}: expected "components" or "norms".')
-    parts = dict(_per_head(tensors))
+    parts = heads_apart(tensors)
     n_columns = len(parts) if values == "norms" else sum(tensor.shape[1] for tensor in parts.values())
     if len(rows) * n_columns > MAX_CELLS:
         raise ValueError(
@@ -31,20 +35,10 @@ def wide_frame(rows: pd.DataFrame, tensors: Mapping[Site, Tensor], *, values: st
         )
     frames = [rows]
     for site, tensor in parts.items():
-        wide = tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
+        wide = in_memory(tensor).detach().cpu().to(torch.promote_types(tensor.dtype, torch.float32))
         if values == "norms":
             frames.append(pd.DataFrame({str(site): wide.norm(dim=1).numpy()}))
         else:
             names = [f"{site}[{n}]" for n in range(wide.shape[1])]
             frames.append(pd.DataFrame(wide.numpy(), columns=names, copy=True))
     return pd.concat(frames, axis=1)
-
-
-def _per_head(tensors: Mapping[Site, Tensor]) -> list[tuple[Site, Tensor]]:
-    parts = []
-    for site, tensor in tensors.items():
-        if tensor.dim() == 3:
-            parts += [(site.at(head=head), tensor[:, head]) for head in range(tensor.shape[1])]
-        else:
-            parts.append((site, tensor))
-    return parts

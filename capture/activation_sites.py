@@ -11,6 +11,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from microtome.capture.sites import KINDS, Site, near_matches
+from microtome.capture.stored_tensor import StoredTensor
+
+Values = Tensor | StoredTensor
 
 _NUMBERED = re.compile(r"^(?P<kind>.+?)\.(?P<layer>\d+)(?:\.(?P<head>\d+))?$")
 
@@ -36,7 +39,7 @@ def any_site(name: str | tuple | Site) -> Site:
     return Site(numbered["kind"], int(numbered["layer"]), None if numbered["head"] is None else int(numbered["head"]))
 
 
-def find_tensor(tensors: Mapping[Site, Tensor], name: str | tuple | Site) -> Tensor:
+def find_tensor(tensors: Mapping[Site, Values], name: str | tuple | Site) -> Values:
     """The tensor that a name means; one head's slice where the name has a head and all heads were captured.
 
     Raises:
@@ -63,13 +66,13 @@ def find_tensor(tensors: Mapping[Site, Tensor], name: str | tuple | Site) -> Ten
 
 
 def select_tensors(
-    tensors: Mapping[Site, Tensor],
+    tensors: Mapping[Site, Values],
     *,
     kind: str | Iterable[str] | None = None,
     layer: int | Iterable[int] | None = None,
     head: int | Iterable[int] | None = None,
     stack: str | Iterable[str] | None = None,
-) -> dict[Site, Tensor]:
+) -> dict[Site, Values]:
     """The sites that satisfy every condition given; `head` turns tensors of all heads into one per head asked for.
 
     Raises:
@@ -88,7 +91,7 @@ def select_tensors(
         chosen = {site: tensor for site, tensor in chosen.items() if getattr(site, field) in values}
     if head is None:
         return chosen
-    by_head: dict[Site, Tensor] = {}
+    by_head: dict[Site, Values] = {}
     heads = _as_list(head)
     for site, tensor in chosen.items():
         if site.head is not None:
@@ -107,7 +110,44 @@ def select_tensors(
     return by_head
 
 
-def summarise(tensors: Mapping[Site, Tensor]) -> str:
+def choose_tensors(tensors: Mapping[Site, Values], names: Iterable[str | tuple | Site]) -> dict[Site, Values]:
+    """The sites that names mean: a captured site, one head of it, or a kind ("z") for all of that kind.
+
+    Raises:
+        KeyError: a name that was not captured (near matches are listed).
+        TypeError: one name that was not wrapped in a list.
+        ValueError: a site that is named twice, or beside its own heads.
+    """
+    if isinstance(names, str | Site):
+        raise TypeError(f"sites={names!r} is one name. Pass a list of names, such as [{str(names)!r}].")
+    chosen: list[tuple[Site, Values]] = []
+    for name in names:
+        site = any_site(name)
+        of_kind = [(s, t) for s, t in tensors.items() if (s.kind, s.stack) == (site.kind, site.stack)]
+        if site.layer is None and site.head is None and site not in tensors and of_kind:
+            chosen += of_kind
+        else:
+            chosen.append((site, find_tensor(tensors, name)))
+    apart = [probe for site, tensor in chosen for probe in heads_apart({site: tensor})]
+    if twice := sorted({str(site) for site in apart if apart.count(site) > 1}):
+        raise ValueError(
+            f"sites names {twice[0]} twice ({len(twice)} such probes). Name each once, or its block alone."
+        )
+    return dict(chosen)
+
+
+def heads_apart(tensors: Mapping[Site, Values]) -> dict[Site, Values]:
+    """A `[row, d]` tensor per site or head, in order."""
+    parts: dict[Site, Values] = {}
+    for site, tensor in tensors.items():
+        if tensor.dim() == 3:
+            parts |= {site.at(head=head): tensor[:, head] for head in range(tensor.shape[1])}
+        else:
+            parts[site] = tensor
+    return parts
+
+
+def summarise(tensors: Mapping[Site, Values]) -> str:
     """The sites in a line: "resid_post.0-29 [576], z.0-29 [9 x 64]"."""
     groups: dict[tuple, list[int]] = {}
     for site, tensor in tensors.items():

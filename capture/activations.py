@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from pandas.api.types import union_categoricals
 from torch import Tensor
 
 from microtome.capture.activation_checks import as_tensors, check_axes, check_finite, check_rows
 from microtome.capture.activation_files import load_activations, save_activations
 from microtome.capture.activation_frames import wide_frame
-from microtome.capture.activation_sites import find_tensor, select_tensors, summarise
+from microtome.capture.activation_sites import choose_tensors, find_tensor, select_tensors, summarise
 from microtome.capture.sites import Site
+from microtome.capture.stored_tensor import StoredTensor, joined
 
 SiteName = str | tuple | Site
 
@@ -42,7 +44,7 @@ class Activations:
     """
 
     rows: pd.DataFrame
-    tensors: dict[Site, Tensor]
+    tensors: dict[Site, Tensor | StoredTensor]
     provenance: dict[str, Any]
 
     def __post_init__(self):
@@ -134,10 +136,10 @@ class Activations:
         if shared and not same_texts:
             starts = np.cumsum([0, *(int(table["text"].max()) + 1 for table in tables)])
             tables = [table.assign(text=table["text"] + start) for table, start in zip(tables, starts, strict=False)]
-        tensors = {site: torch.cat([part.tensors[site] for part in parts]) for site in parts[0].tensors}
+        tensors = {site: joined([part.tensors[site] for part in parts]) for site in parts[0].tensors}
         same = all(part.provenance == parts[0].provenance for part in parts)
         provenance = parts[0].provenance if same else {"parts": [part.provenance for part in parts]}
-        return cls(pd.concat(tables, ignore_index=True), tensors, provenance)
+        return Activations(_stacked(tables), tensors, provenance)
 
     @classmethod
     def load(cls, path: str | Path, *, verify: bool = True) -> "Activations":
@@ -209,7 +211,16 @@ class Activations:
         Raises:
             KeyError: a value that no site has.
         """
-        return replace(self, tensors=select_tensors(self.tensors, kind=kind, layer=layer, head=head, stack=stack))
+        return self._with(tensors=select_tensors(self.tensors, kind=kind, layer=layer, head=head, stack=stack))
+
+    def only(self, sites: Iterable[SiteName]) -> "Activations":
+        """Only these sites: captured ones, single heads of them ("z.5.3"), or all of a kind ("z").
+
+        Raises:
+            KeyError: a site that was not captured.
+            ValueError: a site that is named twice.
+        """
+        return self._with(tensors=choose_tensors(self.tensors, sites))
 
     def select_rows(self, which: str | Sequence | np.ndarray | pd.Series | Tensor) -> "Activations":
         """Only some rows, renumbered from 0.
@@ -219,11 +230,17 @@ class Activations:
                 row, or row numbers in the order wanted.
 
         Raises:
-            ValueError: no row left, or Booleans that are not one per row.
+            ValueError: no row left, a query that cannot be understood, or Booleans that are not one per row.
             IndexError: a row number out of range.
         """
         if isinstance(which, str):
-            index = self.rows.query(which).index.to_numpy()
+            try:
+                index = self.rows.query(which).index.to_numpy()
+            except (NameError, SyntaxError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{which!r} is no query over the columns {list(self.rows)}: {error}. An example: "
+                    "\"position > 0 and token == ' the'\"."
+                ) from error
         else:
             index = which.cpu().numpy() if isinstance(which, Tensor) else np.asarray(which)
             if index.dtype == bool:
@@ -236,7 +253,10 @@ class Activations:
             raise ValueError(f"No row left of {self.n_rows}: {which!r:.80} matches none.")
         rows = self.rows.iloc[index].reset_index(drop=True)
         picked = torch.as_tensor(np.arange(self.n_rows)[index])
-        return replace(self, rows=rows, tensors={s: t[picked.to(t.device)] for s, t in self.tensors.items()})
+        return self._with(rows=rows, tensors={s: t[picked.to(t.device)] for s, t in self.tensors.items()})
+
+    def _with(self, **changes: Any) -> "Activations":
+        return replace(self, **changes)
 
     def to_frame(self, *, values: str = "components") -> pd.DataFrame:
         """The row table with one column per component, "z.5.3[0]", or per Euclidean norm, "z.5.3", to its right.
@@ -255,6 +275,13 @@ class Activations:
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(repr(self))}</p>{self.rows.head().to_html(escape=True)}"
+
+
+def _stacked(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """Row tables one after the other; a column of categories stays one."""
+    rows = pd.concat(tables, ignore_index=True)
+    shared = [name for name in rows if all(isinstance(table[name].dtype, pd.CategoricalDtype) for table in tables)]
+    return rows.assign(**{name: union_categoricals([table[name] for table in tables]) for name in shared})
 
 
 def _layout(activations: Activations) -> dict[Site, tuple]:

@@ -7,8 +7,6 @@ that of the file it came from differ.
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from microtome.data.registry import cache_folder, file_sha256
+from microtome.data.replaced_file import replaced_file
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,8 @@ def _record(stamp: FileStamp) -> Path:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file so that a reader sees the old one or the whole new one."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    with replaced_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
 
 
 def state_dict_sha256(module: nn.Module) -> str:

@@ -23,6 +23,7 @@ from jaxtyping import Bool
 from microtome.capture.encoded_text import EncodedText
 from microtome.capture.kept_positions import KeptPositions
 
+KEEPS_NOTHING = "positions keeps nothing of any text: every entry is an empty list."
 _POLICIES = ("last", "first", "mean", "all")
 
 
@@ -46,13 +47,22 @@ class _Block(NamedTuple):
     span: int  # number of the span among those of its text; -1 without spans
 
 
-def resolve_positions(positions: Any, texts: Sequence[EncodedText], *, include_special: bool = False) -> KeptPositions:
+def resolve_positions(
+    positions: Any,
+    texts: Sequence[EncodedText],
+    *,
+    include_special: bool = False,
+    first_row: int = 0,
+    is_part: bool = False,
+) -> KeptPositions:
     """What to keep of every text, in the order of texts, and within a text in the order asked for.
 
     Args:
         positions: a policy, see the module docstring.
         texts: all encoded texts.
         include_special: whether "mean" takes special tokens in.
+        first_row: number of the first text in errors, where these are a part of more.
+        is_part: whether they are a part of more, of which nothing may be kept.
 
     Raises:
         TypeError: no policy.
@@ -79,10 +89,10 @@ def resolve_positions(positions: Any, texts: Sequence[EncodedText], *, include_s
         raise TypeError(f"positions={positions!r:.80}: expected {', '.join(_POLICIES)}, an index, a span, or a list.")
     blocks = [
         _resolve(wanted, text, row, include_special)
-        for row, (wanted, text) in enumerate(zip(per_text, texts, strict=True))
+        for row, (wanted, text) in enumerate(zip(per_text, texts, strict=True), start=first_row)
     ]
-    if not any(blocks):
-        raise ValueError("positions keeps nothing of any text: every entry is an empty list.")
+    if not any(blocks) and not is_part:
+        raise ValueError(KEEPS_NOTHING)
     return _flatten(blocks, texts)
 
 
@@ -169,11 +179,12 @@ def _flatten(blocks: list[list[_Block]], texts: Sequence[EncodedText]) -> KeptPo
             text.append(np.full(len(kept), row))
             span.append(np.full(len(kept), block.span))
             tokens.append(block.tokens)
+    none = [np.zeros(0, dtype=np.int64)]  # where nothing is kept of any text
     return KeptPositions(
-        text=np.concatenate(text),
-        position=np.concatenate(position),
-        size=np.concatenate(size),
-        span=np.concatenate(span),
-        tokens=np.concatenate(tokens),
+        text=np.concatenate(text or none),
+        position=np.concatenate(position or none),
+        size=np.concatenate(size or none),
+        span=np.concatenate(span or none),
+        tokens=np.concatenate(tokens or none),
         lengths=np.array([encoded.length for encoded in texts]),
     )

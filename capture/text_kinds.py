@@ -12,8 +12,9 @@ from microtome.capture.encoded_text import TextKind
 _SHOWN_ROWS = 5
 
 
-def name_rows(rows: Sequence[int]) -> str:
-    """The start of a sentence about these rows: "row 3 has", "rows 3, 4 have"."""
+def name_rows(rows: Sequence[int], first_row: int = 0) -> str:
+    """The start of a sentence about these rows, counted from `first_row`: "row 3 has", "rows 3, 4 have"."""
+    rows = [first_row + row for row in rows]
     shown = ", ".join(map(str, rows[:_SHOWN_ROWS])) + (", ..." if len(rows) > _SHOWN_ROWS else "")
     return f"row {shown} has" if len(rows) == 1 else f"rows {shown} have"
 
@@ -40,20 +41,20 @@ def list_texts(texts: Any) -> list:
     return items
 
 
-def kind_of_texts(items: list) -> TextKind:
-    """The one kind that all of them have.
+def kind_of_texts(items: list, first_row: int = 0) -> TextKind:
+    """The one kind that all of them have; errors number rows from `first_row`.
 
     Raises:
         TypeError: a row of no accepted kind, or more than one kind.
         ValueError: a row that is an empty list.
     """
-    first_row: dict[TextKind, int] = {}
-    for row, item in enumerate(items):
-        first_row.setdefault(_kind_of(item, row), row)
-    if len(first_row) > 1:
-        found = ", ".join(f"{kind} (row {row})" for kind, row in first_row.items())
-        raise TypeError(f"texts mix kinds: {found}. Make one call per kind.")
-    return next(iter(first_row))
+    found: dict[TextKind, int] = {}
+    for row, item in enumerate(items, start=first_row):
+        found.setdefault(_kind_of(item, row), row)
+    if len(found) > 1:
+        named = ", ".join(f"{kind} (row {row})" for kind, row in found.items())
+        raise TypeError(f"texts mix kinds: {named}. Make one call per kind.")
+    return next(iter(found))
 
 
 def list_ids(item: Tensor | np.ndarray | Sequence) -> list[int]:

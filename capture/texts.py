@@ -11,7 +11,7 @@ of a text, `"right"` its end; special tokens that the tokenizer adds around a st
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ def encode_texts(
     max_length: int | None = None,
     add_special_tokens: bool = True,
     add_generation_prompt: bool = False,
+    first_row: int = 0,
 ) -> EncodedTexts | ReadyInputs:
     """Encode texts of one kind; a mapping that is more than ids and their mask comes back as `ReadyInputs`.
 
@@ -49,6 +50,7 @@ def encode_texts(
         max_length: tokens per text, special ones included; by default the model's own limit.
         add_special_tokens: whether the tokenizer adds its BOS, [CLS] and the like (strings only).
         add_generation_prompt: whether a rendered message list ends with the opening of the assistant's turn.
+        first_row: number of the first text in errors, where these are a part of more.
 
     Raises:
         TypeError: not a list of texts, a row of no accepted kind, kinds mixed.
@@ -72,10 +74,10 @@ def encode_texts(
         types = ready.token_rows("token_type_ids") if "token_type_ids" in ready.tensors else None
     else:
         items, types = list_texts(texts), None
-        kind = kind_of_texts(items)
+        kind = kind_of_texts(items, first_row)
     if kind == "token_ids":
         id_rows = [list_ids(item) for item in items]
-        _check_ids(id_rows, vocabulary_size(module))
+        _check_ids(id_rows, vocabulary_size(module), first_row)
         encoded = _encode_ids(id_rows, types, tokenizer)
     else:
         if tokenizer is None:
@@ -84,28 +86,48 @@ def encode_texts(
                 "tokenizer: what load_model returns, or LoadedModel.from_module(module, tokenizer, name=...)."
             )
         if kind == "messages":
-            items = _render(items, tokenizer, add_generation_prompt)
+            items = _render(items, tokenizer, add_generation_prompt, first_row)
             template_hash = hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()
             settings |= {"chat_template_sha256": template_hash, "add_generation_prompt": add_generation_prompt}
         settings["add_special_tokens"] = add_special_tokens and kind == "strings"
-        encoded = _encode_strings(items, tokenizer, settings["add_special_tokens"])
-        _check_ids([text.token_ids.tolist() for text in encoded], vocabulary_size(module))
+        encoded = _encode_strings(items, tokenizer, settings["add_special_tokens"], first_row)
+        _check_ids([text.token_ids.tolist() for text in encoded], vocabulary_size(module), first_row)
     limit = length_limit(module, tokenizer) if max_length is None else max_length
-    rows = _fit(encoded, limit, truncate, getattr(tokenizer, "bos_token_id", None))
-    ids_hash = hashlib.sha256(json.dumps([row.token_ids.tolist() for row in rows]).encode()).hexdigest()
+    rows = _fit(encoded, limit, truncate, getattr(tokenizer, "bos_token_id", None), first_row)
+    ids = TokenIdsHash()
+    ids.add(rows)
     settings |= {"kind": kind, "n_texts": len(rows), "truncate": truncate, "max_length": limit}
-    settings |= {"n_truncated": sum(row.n_dropped > 0 for row in rows), "token_ids_sha256": ids_hash}
+    settings |= {"n_truncated": sum(row.n_dropped > 0 for row in rows), "token_ids_sha256": ids.hexdigest()}
     return EncodedTexts(tuple(rows), kind, settings)
 
 
-def _render(conversations: list, tokenizer, add_generation_prompt: bool) -> list[str]:
+class TokenIdsHash:
+    """SHA-256 of the ids of texts as JSON, `[[1, 2], [3]]`, whether they are added at once or in parts."""
+
+    def __init__(self):
+        self._digest, self._opening = hashlib.sha256(), "["
+
+    def add(self, rows: Sequence[EncodedText]) -> None:
+        """The next texts."""
+        for row in rows:
+            self._digest.update((self._opening + json.dumps(row.token_ids.tolist())).encode())
+            self._opening = ", "
+
+    def hexdigest(self) -> str:
+        """The hash of all texts so far."""
+        whole = self._digest.copy()
+        whole.update(b"]" if self._opening == ", " else b"[]")
+        return whole.hexdigest()
+
+
+def _render(conversations: list, tokenizer, add_generation_prompt: bool, first_row: int) -> list[str]:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "This tokenizer has no chat template, so message lists cannot be rendered. Pass strings, or set "
             "tokenizer.chat_template."
         )
     rendered = []
-    for row, messages in enumerate(conversations):
+    for row, messages in enumerate(conversations, start=first_row):
         for number, message in enumerate(messages):
             if not {"role", "content"} <= set(message):
                 raise ValueError(f'row {row}: message {number} lacks "role" or "content". Got {message!r:.80}.')
@@ -119,9 +141,9 @@ def _render(conversations: list, tokenizer, add_generation_prompt: bool) -> list
     return rendered
 
 
-def _encode_strings(texts: list[str], tokenizer, add_special_tokens: bool) -> list[EncodedText]:
+def _encode_strings(texts: list[str], tokenizer, add_special_tokens: bool, first_row: int) -> list[EncodedText]:
     if empty := [row for row, text in enumerate(texts) if not text]:
-        raise ValueError(f"{name_rows(empty)} empty text. Drop or fill it.")
+        raise ValueError(f"{name_rows(empty, first_row)} empty text. Drop or fill it.")
     batch = tokenizer(
         texts,
         add_special_tokens=add_special_tokens,
@@ -155,13 +177,13 @@ def _encode_strings(texts: list[str], tokenizer, add_special_tokens: bool) -> li
         )
     if unreal:
         raise ValueError(
-            f"{name_rows(unreal)} no token besides special ones (text {texts[unreal[0]]!r:.60}). Drop the text, or "
-            "give its token ids if that is meant."
+            f"{name_rows(unreal, first_row)} no token besides special ones (text {texts[unreal[0]]!r:.60}). Drop the "
+            "text, or give its token ids if that is meant."
         )
     if doubled:
         raise ValueError(
-            f"{name_rows(doubled)} the BOS token twice: the text begins with it, and the tokenizer adds one. Pass "
-            "add_special_tokens=False, or give message lists instead of rendered templates."
+            f"{name_rows(doubled, first_row)} the BOS token twice: the text begins with it, and the tokenizer adds "
+            "one. Pass add_special_tokens=False, or give message lists instead of rendered templates."
         )
     return encoded
 
@@ -177,8 +199,8 @@ def _encode_ids(rows: list[list[int]], types: list[list[int]] | None, tokenizer)
     return encoded
 
 
-def _check_ids(rows: list[list[int]], n_known: int | None) -> None:
-    for row, ids in enumerate(rows):
+def _check_ids(rows: list[list[int]], n_known: int | None, first_row: int) -> None:
+    for row, ids in enumerate(rows, start=first_row):
         if outside := [index for index in ids if index < 0 or (n_known is not None and index >= n_known)]:
             known = "ids count from 0" if n_known is None else f"this model's vocabulary is 0 to {n_known - 1}"
             raise ValueError(
@@ -187,11 +209,13 @@ def _check_ids(rows: list[list[int]], n_known: int | None) -> None:
             )
 
 
-def _fit(encoded: list[EncodedText], limit: int | None, truncate: str | None, bos_id: int | None) -> list[EncodedText]:
+def _fit(
+    encoded: list[EncodedText], limit: int | None, truncate: str | None, bos_id: int | None, first_row: int
+) -> list[EncodedText]:
     """Cut over-long rows at the end that `truncate` names, or refuse them."""
     long = [row for row, text in enumerate(encoded) if limit is not None and text.length > limit]
     if long and truncate is None:
-        shown = ", ".join(f"row {row} has {encoded[row].length}" for row in long[:_SHOWN_ROWS])
+        shown = ", ".join(f"row {first_row + row} has {encoded[row].length}" for row in long[:_SHOWN_ROWS])
         raise ValueError(
             f"{len(long)} of {len(encoded)} texts are longer than {limit} tokens ({shown}"
             f'{", ..." if len(long) > _SHOWN_ROWS else ""}). Pass truncate="right" to drop their end, truncate="left" '

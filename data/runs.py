@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from microtome.data.provenance import environment
+from microtome.data.replaced_file import replaced_file
 
 _SUFFIX = {"tables": ".parquet", "arrays": ".safetensors", "figures": ".json", "values": ".json"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -137,7 +137,7 @@ class Run:
         if clash := sorted(set(facts) & {"name", "seed", "environment"}):
             raise ValueError(f"{clash} are recorded when the run is made and stay as they are. Use other names.")
         text = _json_text(self.provenance | facts)
-        with _replacing(self.path / "provenance.json") as scratch:
+        with replaced_file(self.path / "provenance.json") as scratch:
             scratch.write_text(text, encoding="utf-8")
 
     def write_table(self, name: str, table: pd.DataFrame) -> Path:
@@ -174,7 +174,7 @@ class Run:
 
     def write_report(self, html: str) -> Path:
         """Keep the HTML report; returns its file."""
-        with _replacing(self.path / "report.html") as scratch:
+        with replaced_file(self.path / "report.html") as scratch:
             scratch.write_text(html, encoding="utf-8")
         return self.path / "report.html"
 
@@ -235,7 +235,7 @@ class Run:
     def _write(self, kind: str, name: str) -> Iterator[Path]:
         path = self._file(kind, name)
         path.parent.mkdir(exist_ok=True)
-        with _replacing(path) as scratch:
+        with replaced_file(path) as scratch:
             yield scratch
 
     def _read(self, path: Path, load: Callable):
@@ -263,19 +263,6 @@ def _check_name(name: str, what: str) -> None:
         raise ValueError(
             f"{name!r} is no name for {what}. Use letters, digits, '_', '-' and single dots, none first; no folders."
         )
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A scratch file beside `path` that takes its place when the block ends well, and goes when it does not."""
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        yield scratch
-        with scratch.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _load_json(path: Path) -> object:

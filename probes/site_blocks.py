@@ -1,6 +1,7 @@
 """Which probes a sweep fits: one per site, one per head where a site has heads, checked before any work is done.
 
-A block is a captured tensor, `[row, d]` or `[row, head, d]`, seen as `[probe, row, d]`; nothing on the CPU is copied.
+A block is a captured tensor, `[row, d]` or `[row, head, d]`, seen as `[probe, row, d]`; nothing on the CPU is copied,
+and what lies in a store is read when its turn comes, a block at a time.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from microtome.capture.activation_checks import check_finite
-from microtome.capture.activation_sites import any_site, find_tensor
 from microtome.capture.activations import Activations
 from microtome.capture.sites import Site
+from microtome.capture.stored_tensor import StoredTensor, in_memory
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,18 @@ class SiteBlock:
     """Probes of one captured tensor. `probes[i]` names `features[i]`, in the units of the model."""
 
     probes: tuple[Site, ...]
-    features: Float[Tensor, "probe example feature"]
+    values: Tensor | StoredTensor
+
+    @property
+    def width(self) -> int:
+        """Features of each probe."""
+        return self.values.shape[-1]
+
+    @property
+    def features(self) -> Float[Tensor, "probe example feature"]:
+        """The rows, read now if they are on disk."""
+        tensor = in_memory(self.values).detach().cpu()
+        return tensor.transpose(0, 1) if tensor.dim() == 3 else tensor[None]
 
 
 def as_activations(activations) -> Activations:
@@ -44,36 +56,20 @@ def site_blocks(activations: Activations, sites: Iterable | None = None) -> list
     """
     blocks = []
     for site, tensor in _chosen(activations, sites):
-        check_finite(site, tensor, activations.rows)
-        tensor, has_heads = tensor.detach().cpu(), tensor.dim() == 3
+        has_heads = tensor.dim() == 3
         probes = tuple(replace(site, head=head) for head in range(tensor.shape[1])) if has_heads else (site,)
-        features = tensor.transpose(0, 1) if has_heads else tensor[None]
+        block = SiteBlock(probes=probes, values=tensor)
+        features = block.features
+        check_finite(site, features.transpose(0, 1), activations.rows)
         _refuse_constant(probes, features)
-        blocks.append(SiteBlock(probes=probes, features=features))
-    names = [str(probe) for block in blocks for probe in block.probes]
-    if not names:
+        blocks.append(block)
+    if not blocks:
         raise ValueError("No sites to probe: sites is empty. Pass names, or None for every captured site.")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"sites names {twice[0]} twice ({len(twice)} such probes). Name each once, or its block alone."
-        )
     return blocks
 
 
-def _chosen(activations: Activations, sites: Iterable | None) -> list[tuple[Site, Tensor]]:
-    if sites is None:
-        return list(activations.tensors.items())
-    if isinstance(sites, str | Site):
-        raise TypeError(f"sites={sites!r} is one name. Pass a list of names, such as [{str(sites)!r}].")
-    chosen = []
-    for name in sites:
-        site = any_site(name)
-        of_kind = [(s, t) for s, t in activations.tensors.items() if (s.kind, s.stack) == (site.kind, site.stack)]
-        if site.layer is None and site.head is None and site not in activations.tensors and of_kind:
-            chosen += of_kind
-        else:
-            chosen.append((site, find_tensor(activations.tensors, name)))
-    return chosen
+def _chosen(activations: Activations, sites: Iterable | None) -> Iterable[tuple[Site, Tensor | StoredTensor]]:
+    return (activations if sites is None else activations.only(sites)).tensors.items()
 
 
 def _refuse_constant(probes: tuple[Site, ...], features: Float[Tensor, "probe example feature"]) -> None:

@@ -19,7 +19,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 import pandas as pd
@@ -185,11 +185,11 @@ def _fit_all(
 ) -> list[NestedFit]:
     """One nested fit per probe; sites of one width are solved side by side."""
     fits = []
-    for width, same in groupby(blocks, key=lambda block: block.features.shape[2]):
-        sites = [features for block in same for features in block.features]
+    for width, same in groupby(blocks, key=lambda block: block.width):
+        sites = (features for block in same for features in block.features)
         together = max(1, _SIDE_BY_SIDE_BYTES // (8 * width * test.shape[1]))
-        for start in range(0, len(sites), together):
-            features = torch.stack(sites[start : start + together])
+        while some := list(islice(sites, together)):
+            features = torch.stack(some)
             fits += nested_fits(features, labellings, test, nested, strengths)
             bar.update(len(features))
     return fits
@@ -197,7 +197,7 @@ def _fit_all(
 
 def _strengths_used(blocks: list[SiteBlock], strengths: tuple[float, ...] | None) -> dict[str, list[float]]:
     """Values of C by the width of a site."""
-    widths = sorted({block.features.shape[2] for block in blocks})
+    widths = sorted({block.width for block in blocks})
     return {str(width): list(strengths or default_strengths(width)) for width in widths}
 
 

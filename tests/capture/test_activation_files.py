@@ -109,7 +109,7 @@ def test_manifest_can_be_read_by_anyone(tmp_path):
 # Interrupted
 
 
-@pytest.mark.parametrize("step", ["save_file", "_sha256", "_put_in_place"])
+@pytest.mark.parametrize("step", ["write_safetensors", "file_sha256", "_put_in_place"])
 def test_an_interrupt_at_any_step_keeps_the_old_one(tmp_path, monkeypatch, step):
     make(0).save(tmp_path / "acts")
 
@@ -149,12 +149,12 @@ def test_a_killed_process_keeps_the_old_one(tmp_path):
         package = sys.modules["microtome.capture"] = types.ModuleType("microtome.capture")
         package.__path__ = [{str(pathlib.Path(activation_files.__file__).parent)!r}]
         from microtome.capture import activation_files
-        write = activation_files.save_file
-        def stall(tensors, path):
-            write(tensors, path)
+        write = activation_files.write_safetensors
+        def stall(path, *given):
+            write(path, *given)
             pathlib.Path({str(tmp_path / "reached")!r}).touch()
             time.sleep(600)
-        activation_files.save_file = stall
+        activation_files.write_safetensors = stall
         saved = activation_files.load_activations({str(tmp_path / "acts")!r})
         activation_files.save_activations({str(tmp_path / "acts")!r}, *saved, overwrite=True)
     """

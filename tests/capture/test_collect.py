@@ -228,10 +228,10 @@ def test_nan_and_overflow_name_the_site_and_row(loaded, tiny) -> None:
     with torch.no_grad():
         broken.model.embed_tokens.weight[9] = 1e7
     dissect(tiny("llama"))
-    with pytest.raises(ValueError, match=r"resid_pre\.0: kept row 1 overflows torch\.float16"):
+    with pytest.raises(ValueError, match=r"resid_pre\.0: text 1, position 1 overflows torch\.float16"):
         capture(broken, [[5, 6], [7, 9], [8, 8]], "resid_pre.0", dtype=torch.float16, progress=False)
     edits = {"mlp_out.0": lambda x: torch.full_like(x, float("nan"))}
-    with pytest.raises(ValueError, match=r"resid_post\.1: kept row \d .* NaN or infinity"):
+    with pytest.raises(ValueError, match=r"resid_post\.1: text \d+, position \d+ holds NaN or infinity"):
         capture(loaded("llama"), TEXTS, "resid_post.1", edits=edits, progress=False)
 
 

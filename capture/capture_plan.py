@@ -1,0 +1,204 @@
+"""What a capture will run and keep, before it runs: rows and tokens of every text, their hashes, and where shards end.
+
+All texts are encoded once for it, a chunk at a time, so that a text that is too long fails now and not at hour five,
+and bytes are known exactly. Where shards end depends on nothing but the texts and the two limits: whoever captures the
+same again gets the same shards.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from microtome.capture.encoded_text import EncodedText, EncodedTexts
+from microtome.capture.forwards import READY_ROWS
+from microtome.capture.job import CaptureJob
+from microtome.capture.kept_positions import KeptPositions
+from microtome.capture.positions import resolve_positions
+from microtome.capture.ready_inputs import ReadyInputs
+from microtome.capture.sites import Site
+from microtome.capture.texts import TokenIdsHash
+from microtome.capture.token_labels import token_label_columns
+
+SHARD_BYTES = 2**28
+SHARD_TOKENS = 2**15
+_CHUNK = 1024  # texts encoded together
+_LONG = 20_000  # texts from which the encoding gets a bar of its own
+
+Layout = dict[Site, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Texts `first` up to, not including, `stop`; kept rows (0 where only the run can tell) and tokens."""
+
+    first: int
+    stop: int
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """What a capture will run and keep.
+
+    Attributes:
+        shards: the parts it is made in; where texts go on, rows and tokens at most.
+        layout: dtype and axes behind the rows of every site.
+        longest: tokens of the longest text; None for images and sounds.
+        texts: how the texts were encoded, and the hash of their token ids.
+        kept_sha256: hash of the kept positions and of token labels.
+        unit: what `tokens` counts, "tok" or "input".
+    """
+
+    shards: tuple[Shard, ...]
+    layout: Layout
+    longest: int | None
+    texts: dict[str, Any]
+    kept_sha256: str
+    unit: str
+
+    @property
+    def rows(self) -> int:
+        """Kept rows of all shards."""
+        return sum(shard.rows for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all texts, or inputs where there are none."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all sites."""
+        return sum(dtype.itemsize * int(np.prod(inner)) for dtype, inner in self.layout.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all kept values."""
+        return self.rows * self.row_bytes
+
+
+def plan_capture(
+    job: CaptureJob, *, shard_bytes: int | None = SHARD_BYTES, shard_tokens: int | None = SHARD_TOKENS, progress: bool
+) -> CapturePlan:
+    """Encode every text once and divide them into shards; one shard of all without limits.
+
+    Raises:
+        ValueError: what `encode_texts` and `resolve_positions` raise, a limit below 1, nothing kept at all.
+    """
+    for name, limit in (("shard_bytes", shard_bytes), ("shard_tokens", shard_tokens)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name}={limit}: give at least 1.")
+    if isinstance(job.source, ReadyInputs):
+        return _plan_ready(job, shard_bytes)
+    layout = _layout_of(job)
+    counts: list[np.ndarray] = []
+    kept_hash, ids_hash, settings, longest = hashlib.sha256(), TokenIdsHash(), {}, 0
+    for first, encoded, kept in _chunks(job, whole=shard_bytes is None and shard_tokens is None, progress=progress):
+        n_kept = np.bincount(kept.text, minlength=len(encoded.rows))
+        counts.append(np.stack([n_kept, kept.lengths], axis=1))
+        longest = max(longest, *encoded.lengths)
+        ids_hash.add(encoded.rows)
+        for array in (kept.text + first, kept.position, kept.size, kept.span, kept.tokens):
+            kept_hash.update(np.ascontiguousarray(array, dtype=np.int64))
+        for name, column in token_label_columns(job.token_labels, encoded.rows, kept, first_row=first).items():
+            kept_hash.update((name + json.dumps(column.tolist(), default=str)).encode())
+        n_truncated = settings.get("n_truncated", 0) + encoded.provenance["n_truncated"]
+        settings = encoded.provenance | {"n_truncated": n_truncated}
+    texts = settings | {"n_texts": job.n_texts, "token_ids_sha256": ids_hash.hexdigest()}
+    layout = {site: (dtype, _to_longest(site, inner, longest)) for site, (dtype, inner) in layout.items()}
+    row_bytes = sum(dtype.itemsize * int(np.prod(inner)) for dtype, inner in layout.values())
+    table = np.concatenate(counts)
+    job.require_rows(int(table[:, 0].sum()))
+    shards = _divide(table, None if shard_bytes is None else max(1, shard_bytes // row_bytes), shard_tokens)
+    return CapturePlan(shards, layout, longest, texts, kept_hash.hexdigest(), "tok")
+
+
+def _chunks(job: CaptureJob, *, whole: bool, progress: bool) -> Iterator[tuple[int, EncodedTexts, KeptPositions]]:
+    step = job.n_texts if whole else _CHUNK
+    show = progress and job.n_texts > _LONG
+    with tqdm(total=job.n_texts, unit="text", desc="encoding", disable=not show) as bar:
+        for first in range(0, job.n_texts, step):
+            encoded = job.source.encode(first, min(first + step, job.n_texts))
+            yield first, encoded, job.kept_of(encoded, first)
+            bar.update(len(encoded.rows))
+
+
+def _divide(counts: np.ndarray, most_rows: int | None, most_tokens: int | None) -> tuple[Shard, ...]:
+    """Consecutive texts to shards: a shard ends before either limit, and never without a row or within a text."""
+    ends, rows, tokens = [], 0, 0
+    for text, (n_kept, length) in enumerate(counts.tolist()):
+        over = (most_rows is not None and rows + n_kept > most_rows) or (
+            most_tokens is not None and tokens + length > most_tokens
+        )
+        if over and rows and counts[text:, 0].any():
+            ends.append(text)
+            rows = tokens = 0
+        rows, tokens = rows + n_kept, tokens + length
+    bounds = [0, *ends, len(counts)]
+    return tuple(Shard(first, stop, *(int(n) for n in counts[first:stop].sum(0))) for first, stop in pairwise(bounds))
+
+
+def _layout_of(job: CaptureJob) -> Layout:
+    """Dtype and inner axes of every site, from the first few tokens of the first text."""
+    row = job.source.encode(0, 1).rows[0]
+    text = _shortened(row, min(row.length, 4))
+    kept = resolve_positions("first", [text])
+    plain = replace(job.forwards, edits={})  # edits are the caller's, and may count how often they are asked
+    values = plain.texts([text], kept, longest=text.length, name_row=lambda row: "the first text")
+    return {site: (value.dtype, tuple(value.shape[1:])) for site, value in values.items()}
+
+
+def _shortened(row: EncodedText, length: int) -> EncodedText:
+    parts = ("is_special", "tokens", "token_ids", "token_type_ids", "offsets")
+    cut = {name: None if (value := getattr(row, name)) is None else value[:length] for name in parts}
+    return replace(row, length=length, **cut)
+
+
+def _to_longest(site: Site, inner: tuple[int, ...], longest: int) -> tuple[int, ...]:
+    return (*inner[:-1], longest) if site.kind == "pattern" else inner
+
+
+def _plan_ready(job: CaptureJob, shard_bytes: int | None) -> CapturePlan:
+    """Images and sounds: rows are known once the model ran, so their number is taken from the first input."""
+    inputs = job.source
+    first = [0] if inputs.is_splittable else range(inputs.n_rows)
+    wanted = job.positions[: len(first)] if isinstance(job.positions, list) else job.positions
+    plain = replace(job.forwards, edits={})
+    kept, _, values = plain.ready(inputs, first, wanted, job.include_special)
+    layout = {site: (value.dtype, tuple(value.shape[1:])) for site, value in values.items()}
+    if shard_bytes is not None and any(site.kind == "pattern" for site in layout):
+        raise ValueError("pattern rows of images and sounds differ in length; capture them without store=.")
+    each = max(1, round(kept.n_kept / len(first)))
+    row_bytes = sum(dtype.itemsize * int(np.prod(inner)) for dtype, inner in layout.values())
+    step = inputs.n_rows
+    if shard_bytes is not None and inputs.is_splittable:
+        step = max(1, shard_bytes // (row_bytes * each))
+        step = max(READY_ROWS, step // READY_ROWS * READY_ROWS)
+    bounds = [*range(0, inputs.n_rows, step), inputs.n_rows]
+    shards = tuple(Shard(a, b, (b - a) * each, b - a) for a, b in pairwise(bounds))
+    digest = hashlib.sha256()
+    for name, tensor in sorted(inputs.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    digest.update(json.dumps(job.positions, default=str).encode())
+    return CapturePlan(shards, layout, None, inputs.provenance, digest.hexdigest(), "input")
+
+
+def labels_sha256(labels: pd.DataFrame | None) -> str | None:
+    """SHA-256 of names and values of the labels per text, a few thousand rows at a time; None without labels."""
+    if labels is None:
+        return None
+    digest = hashlib.sha256()
+    for first in range(0, max(1, len(labels)), 4096):
+        part = labels.iloc[first : first + 4096].to_csv(index=False, header=first == 0, lineterminator="\n")
+        digest.update(part.encode())
+    return digest.hexdigest()

@@ -1,0 +1,92 @@
+"""Write a safetensors file piece by piece, and its SHA-256 on the way: no second copy in memory, no second reading.
+
+    file = header length (8 bytes, little endian) + header (JSON, padded with spaces to 8) + the tensors' bytes in order
+
+The format is that of the safetensors library, which reads the files; its own `save_file` copies every tensor first, and
+wrote 0.39 GB/s where a plain write took 1.6 and this one 1.2 to 1.6 (276 MB, 60 tensors, 2 cores). The hash runs on a
+second thread meanwhile. A file is written beside its place and renamed into it.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_BYTES_AT_ONCE = 2**26  # of one call to write: a thread that hashes need not wait for a whole tensor
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """A finished file: size in bytes, SHA-256 of its bytes."""
+
+    bytes: int
+    sha256: str
+
+
+def write_safetensors(
+    path: Path, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], pieces: Iterable[Tensor]
+) -> FileFacts:
+    """Write a file whole or not at all; an old one stays until the new one is complete.
+
+    Args:
+        path: where it goes; its folder exists.
+        layout: dtype and shape of every tensor, in order.
+        pieces: the tensors, or consecutive slices of their rows, in the same order; on the CPU.
+
+    Raises:
+        ValueError: the pieces are not as many bytes as the layout says, or of another dtype.
+        OSError: the disk is full, or the folder cannot be written to; nothing is left behind.
+    """
+    header = _header(layout)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
+    digest, written = hashlib.sha256(), 0
+    expected = len(header) + sum(_nbytes(*entry) for entry in layout.values())
+    dtypes = {dtype for dtype, _ in layout.values()}
+    try:
+        with open(scratch, "wb") as file, ThreadPoolExecutor(1) as hashing:
+            pending = hashing.submit(digest.update, header)
+            written += file.write(header)
+            for piece in pieces:
+                if piece.dtype not in dtypes:
+                    raise ValueError(f"a piece is {piece.dtype}, the layout has {sorted(map(str, dtypes))}.")
+                whole = memoryview(piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+                for start in range(0, len(whole), _BYTES_AT_ONCE):
+                    part = whole[start : start + _BYTES_AT_ONCE]
+                    pending.result()  # one part in flight: a piece that is made on demand can go before the next is
+                    pending = hashing.submit(digest.update, part)
+                    written += file.write(part)
+                pending.result()
+            file.flush()
+            os.fsync(file.fileno())
+        if written != expected:
+            raise ValueError(f"{path.name}: the pieces have {written} bytes, the layout says {expected}.")
+        os.replace(scratch, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            scratch.unlink()
+    return FileFacts(written, digest.hexdigest())
+
+
+def _header(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    entries, start = {}, 0
+    for name, (dtype, shape) in layout.items():
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name} is {dtype}; a file of activations holds {', '.join(map(str, DTYPE_NAMES))}.")
+        stop = start + _nbytes(dtype, shape)
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * int(torch.Size(shape).numel())

@@ -1,0 +1,283 @@
+"""Write a capture to a store, shard by shard, so that a kill at any moment costs one shard and the same call goes on.
+
+One process writes at a time (a file lock, which goes with the process). A shard's files are written beside their
+places, renamed into them, and counted by one line in the log, in this order, each on the disk before the next.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import transformers
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from microtome.capture.capture_plan import CapturePlan, labels_sha256
+from microtome.capture.estimate import estimate_job, spoken_bytes
+from microtome.capture.job import CaptureJob
+from microtome.capture.safetensors_file import write_safetensors
+from microtome.capture.sites import Site
+from microtome.capture.store import Store
+from microtome.capture.store_files import (
+    FORMAT,
+    LOCK,
+    LOG,
+    MANIFEST,
+    WRITER,
+    ShardRecord,
+    amiss,
+    append_log,
+    is_store,
+    now,
+    read_log,
+    read_manifest,
+    rewrite_log,
+    shard_file,
+    table_file,
+    write_manifest,
+    write_rows,
+    writing,
+)
+from microtome.data.provenance import environment
+
+_ROOM = 2**20  # bytes beside the values: tables, manifest
+
+
+def write_store(path: Path, job: CaptureJob, plan: CapturePlan, *, progress: bool = True) -> Store:
+    """Capture what the store does not hold yet, and open it.
+
+    Raises:
+        ValueError: the folder holds a store of another request (the message says what differs), or the disk has not
+            enough room.
+        FileExistsError: the folder holds something else.
+        BlockingIOError: another process writes this store.
+        OSError: the disk is full or cannot be written to. What was written stays, and the same call goes on.
+        KeyboardInterrupt: stopped by hand; likewise.
+    """
+    path = path.resolve()
+    request = request_of(job, plan)
+    if path.exists() and not is_store(path):
+        _require_unused(path)
+    with _saying_what_failed(path):
+        path.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            manifest, records = _begun(path, job, plan, request)
+            missing = [number for number in range(len(plan.shards)) if number not in records]
+            if missing:
+                _capture(path, job, plan, manifest, missing, progress)
+    return Store.open(path)
+
+
+def _require_unused(path: Path) -> None:
+    """Raise unless the folder is empty, or was begun by a capture that was killed before its first shard.
+
+    Raises:
+        FileExistsError: it is a file, or holds other files.
+        ValueError: it holds a manifest that is damaged or of another format.
+    """
+    if path.is_dir() and (path / MANIFEST).exists():
+        read_manifest(path)
+    begun = (LOCK, WRITER, LOG)
+    if not path.is_dir() or any(f.name not in begun and not f.name.endswith(".part") for f in path.iterdir()):
+        raise FileExistsError(f"{path} is there and holds no store, so it is left alone. Give another folder.")
+
+
+def request_of(job: CaptureJob, plan: CapturePlan) -> dict[str, Any]:
+    """What two captures must have in common to be parts of one store."""
+    model = job.loaded.provenance
+    return {
+        "weights": model.weight_sha256,
+        "model class": model.model_class,
+        "model dtype": model.dtype,
+        "tokenizer": model.tokenizer_sha256,
+        "texts": plan.texts,
+        "positions and token labels": plan.kept_sha256,
+        "labels": labels_sha256(job.labels),
+        "columns": sorted([*(job.labels if job.labels is not None else ()), *(job.token_labels or ())]),
+        "sites": [str(site) for site in plan.layout],
+        "dtype": [str(dtype)[6:] for dtype, _ in plan.layout.values()],
+        "generation": None if job.generation is None else asdict(job.generation),
+        "edited sites": sorted(str(Site.parse(name)) for name in job.forwards.edits),
+        "shards": [[shard.first, shard.stop] for shard in plan.shards],
+    }
+
+
+def environment_of(job: CaptureJob) -> dict[str, Any]:
+    """What may change the last bits of a shard: hardware, threads, batches, versions."""
+    facts = environment()
+    return {
+        "processor": facts["processor"],
+        "accelerator": facts["accelerator"],
+        "device": str(job.forwards.home),
+        "torch_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "microtome": facts["commit"] or facts["packages"].get("microtome"),
+        "attention": job.loaded.provenance.attention,
+        "max_tokens": job.forwards.max_tokens,
+        "padding": None if job.forwards.anatomy.padding is None else vars(job.forwards.anatomy.padding),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _begun(
+    path: Path, job: CaptureJob, plan: CapturePlan, request: dict[str, Any]
+) -> tuple[dict[str, Any], dict[int, ShardRecord]]:
+    """The manifest of the store, made if there is none, and its whole shards."""
+    if not is_store(path):
+        rewrite_log(path, [])
+        write_manifest(path, _manifest(job, plan, request))
+    manifest, records = read_manifest(path), read_log(path)
+    _require_same(path, manifest["request"], request)
+    whole = {number: record for number, record in records.items() if amiss(path, record) is None}
+    if job.forwards.edits and len(whole) < len(plan.shards) and whole:
+        raise ValueError(
+            f"{path} was begun with edits, which are functions and cannot be compared with today's, so it cannot go "
+            "on. Capture to another folder."
+        )
+    rewrite_log(path, whole.values())  # also ends a last line that was cut off
+    return manifest, whole
+
+
+def _manifest(job: CaptureJob, plan: CapturePlan, request: dict[str, Any]) -> dict[str, Any]:
+    sites = [
+        {"name": str(site), "site": asdict(site), "dtype": str(dtype)[6:], "inner": list(inner)}
+        for site, (dtype, inner) in plan.layout.items()
+    ]
+    return {
+        "format": FORMAT,
+        "date": now(),
+        "request": request,
+        "sites": sites,
+        "shards": [asdict(shard) for shard in plan.shards],
+        "unit": plan.unit,
+        "environments": [],
+        "differences": {},
+        "provenance": job.provenance(plan.texts),
+    }
+
+
+def _require_same(path: Path, held: dict[str, Any], wanted: dict[str, Any]) -> None:
+    differing = [name for name in wanted if held.get(name) != wanted[name]]
+    if not differing:
+        return
+    said = "; ".join(f"{name}: {_brief(held.get(name))} there, {_brief(wanted[name])} now" for name in differing[:4])
+    raise ValueError(
+        f"{path} holds another capture ({said}). Nothing was changed. Give another folder, or remove that one."
+    )
+
+
+def _brief(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-12:]}"
+
+
+def _capture(
+    path: Path, job: CaptureJob, plan: CapturePlan, manifest: dict[str, Any], missing: list[int], progress: bool
+) -> None:
+    done = plan.tokens - sum(plan.shards[number].tokens for number in missing)
+    nbytes = sum(plan.shards[number].rows for number in missing) * plan.row_bytes
+    free = shutil.disk_usage(path).free
+    if nbytes + _ROOM > free:
+        raise ValueError(
+            f"{path} needs {spoken_bytes(nbytes)} more; its disk has {spoken_bytes(free)} free. Make room, keep fewer "
+            "positions or sites, or pass dtype=torch.float16. What was written stays."
+        )
+    estimate = estimate_job(job, plan, only_if_long=True, done=done)
+    if progress and estimate.is_long:
+        goes_on = f", {len(plan.shards) - len(missing)} of them there already" if done else ""
+        print(f"capture: {estimate}; {len(plan.shards)} shards{goes_on} in {path}.", file=sys.stderr)
+    number = _environment_number(path, manifest, environment_of(job))
+    finished = len(plan.shards) - len(missing)
+    with tqdm(total=plan.tokens, initial=done, unit=plan.unit, desc="capture", disable=not progress) as bar:
+        try:
+            for shard in missing:
+                started = time.perf_counter()
+                part = plan.shards[shard]
+                table, tensors = job.run(part.first, part.stop, longest=plan.longest, advance=bar.update)
+                _commit(path, shard, table, tensors, tokens=part.tokens, environment=number, started=started)
+                finished += 1
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"Stopped: {finished} of {len(plan.shards)} shards are in {path}; the same call goes on from there."
+            ) from None
+
+
+def _environment_number(path: Path, manifest: dict[str, Any], facts: dict[str, Any]) -> int:
+    """Number of this process's environment in the manifest, which gets it, and what differs, before a shard does."""
+    known = manifest["environments"]
+    if facts in known:
+        return known.index(facts)
+    known.append(facts)
+    names = [name for name in facts if any(other.get(name) != facts[name] for other in known)]
+    manifest["differences"] = {name: [other.get(name) for other in known] for name in names}
+    write_manifest(path, manifest)
+    return len(known) - 1
+
+
+def _commit(
+    path: Path,
+    number: int,
+    table: pd.DataFrame,
+    tensors: dict[Site, Tensor],
+    *,
+    tokens: int,
+    environment: int,
+    started: float,
+) -> None:
+    """A shard's two files, then its line in the log."""
+    kept = {str(site): tensor.cpu() for site, tensor in tensors.items()}
+    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in kept.items()}
+    facts = write_safetensors(shard_file(path, number), layout, kept.values())
+    size, digest = write_rows(table_file(path, number), table)
+    _sync_folder(path)
+    record = ShardRecord(
+        shard=number,
+        rows=len(table),
+        tokens=tokens,
+        tensors_bytes=facts.bytes,
+        tensors_sha256=facts.sha256,
+        table_bytes=size,
+        table_sha256=digest,
+        environment=environment,
+        seconds=round(time.perf_counter() - started, 3),
+        date=now(),
+    )
+    append_log(path, record)
+
+
+def _sync_folder(path: Path) -> None:
+    """Renames reach the disk before what comes next."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _saying_what_failed(path: Path) -> Iterator[None]:
+    """The system's errors of writing, with the folder and what to do."""
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno is None or (error.filename is None and error.strerror is None):
+            raise
+        raise type(error)(
+            error.errno,
+            f"{error.strerror}: {path} could not be written. Make room or give a folder that can be written to; whole "
+            "shards stay, and the same call goes on from there",
+        ) from error
