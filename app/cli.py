@@ -32,6 +32,7 @@ _FIELDS = DemoConfig.model_fields
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be done, and what it takes, and stop")]
 GridFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="YAML file with the settings of the grid")]
+DataNames = Annotated[list[str], typer.Argument(help="names of data sets (`microtome data list`), or all")]
 StoreFolder = Annotated[Path, typer.Argument(help="folder of a store")]
 
 
@@ -156,26 +157,26 @@ def list_data(as_json: Json = False) -> None:
 
 @data.command("fetch")
 def fetch_data(
-    names: Annotated[list[str] | None, typer.Argument(help="data sets to fetch; all if none is named")] = None,
+    names: DataNames,
     as_json: Json = False,
 ) -> None:
     """Fetch data sets once; afterwards they need no network."""
     with user_errors(as_json):
         from microtome.app import data_commands
 
-        data_commands.fetch_data_sets(names or [], as_json=as_json)
+        data_commands.fetch_data_sets(names, as_json=as_json)
 
 
 @data.command("verify")
 def verify_data(
-    names: Annotated[list[str] | None, typer.Argument(help="data sets to verify; all if none is named")] = None,
+    names: DataNames,
     as_json: Json = False,
 ) -> None:
     """Check hashes and counts of data sets again (exit code 1 if one is not what it should be)."""
     with user_errors(as_json):
         from microtome.app import data_commands
 
-        _exit_unless(data_commands.verify_data_sets(names or [], as_json=as_json))
+        _exit_unless(data_commands.verify_data_sets(names, as_json=as_json))
 
 
 @store.command("verify")
@@ -221,12 +222,15 @@ def export_store(
     out: Annotated[Path, typer.Argument(help="file or folder to write")],
     form: Annotated[
         Literal["activations", "npy", "parquet"],
-        typer.Option("--format", help="a folder for Activations.load, an array per site, or a table"),
-    ] = "activations",
+        typer.Option("--format", help="a folder that Activations.load reads, a NumPy file per site, or one table"),
+    ] = "npy",
     site: Annotated[
-        list[str] | None, typer.Option(help="a site to export; give it again for more [default: all]")
+        list[str] | None,
+        typer.Option(help="a site or kind to write; give the option again for more, leave it out for all"),
     ] = None,
-    rows: Annotated[str | None, typer.Option(help="which rows: a condition on their columns, 'label == 1'")] = None,
+    rows: Annotated[
+        str | None, typer.Option(help="which rows: a query over the row table, 'label == 1 and position > 0'")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a store, or some of its sites and rows, in a form that other programs read."""

@@ -52,6 +52,7 @@ def test_everything_has_help(name: str) -> None:
     assert command.help.strip().endswith(".")
     for parameter in command.params:
         assert parameter.help, f"{name} {parameter.name}"
+        assert "[" not in parameter.help, f"{name} {parameter.name}: rich would take it for markup and hide it"
     result = run(*name.split(), "--help")
     assert result.exit_code == 0
     assert command.help.split()[0] in result.output
@@ -92,7 +93,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["no-such-command"], ["doctor", "--no-such-option"], ["data", "nothing"], ["store", "merge"]]
+    "arguments",
+    [["no-such-command"], ["doctor", "--no-such-option"], ["data", "nothing"], ["store", "merge"], ["data", "fetch"]],
 )
 def test_what_typer_refuses_has_exit_code_2(arguments: list[str]) -> None:
     result = run(*arguments)
@@ -122,7 +124,7 @@ def stand_in(monkeypatch) -> Callable[..., list]:
     return put
 
 
-EXPORT = {"format": "activations", "sites": None, "rows": None, "as_json": False}
+EXPORT = {"format": "npy", "sites": None, "rows": None, "as_json": False}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ EXPORT = {"format": "activations", "sites": None, "rows": None, "as_json": False
     [
         ("data list --json", "data_commands", "list_data", (), {"as_json": True}),
         ("data fetch toy brown", "data_commands", "fetch_data_sets", (["toy", "brown"],), {"as_json": False}),
-        ("data fetch", "data_commands", "fetch_data_sets", ([],), {"as_json": False}),
+        ("data verify all --json", "data_commands", "verify_data_sets", (["all"],), {"as_json": True}),
         ("data verify toy", "data_commands", "verify_data_sets", (["toy"],), {"as_json": False}),
         *[
             (f"store verify a{flag}", "store_commands", "verify_store", (Path("a"),), {"as_json": False} | options)
@@ -147,9 +149,9 @@ EXPORT = {"format": "activations", "sites": None, "rows": None, "as_json": False
         ),
         ("store export a o", "store_commands", "export_store", (Path("a"), Path("o")), EXPORT),
         (
-            "store export a o --format npy --site z.1 --site embed --rows label==1",
+            "store export a o --format parquet --site z.1 --site embed --rows label==1",
             *("store_commands", "export_store", (Path("a"), Path("o"))),
-            EXPORT | {"format": "npy", "sites": ["z.1", "embed"], "rows": "label==1"},
+            EXPORT | {"format": "parquet", "sites": ["z.1", "embed"], "rows": "label==1"},
         ),
         *[
             (f"{name} c.yaml{flag}", "grid_commands", "run_grid", (Path("c.yaml"),), {"steps": steps} | options)
@@ -171,11 +173,11 @@ def test_commands_hand_their_arguments_on(stand_in, arguments, module, function,
 @pytest.mark.parametrize(
     ("arguments", "module", "function", "answer", "code"),
     [
-        ("data verify", "data_commands", "verify_data_sets", False, 1),
+        ("data verify toy", "data_commands", "verify_data_sets", False, 1),
         ("store verify a", "store_commands", "verify_store", False, 1),
         ("sweep c.yaml", "grid_commands", "run_grid", 3, 3),
         ("sweep c.yaml", "grid_commands", "run_grid", KeyboardInterrupt("2 of 5 cells are done."), 130),
-        ("data fetch", "data_commands", "fetch_data_sets", PermissionError(13, "Permission denied", "/mine"), 2),
+        ("data fetch toy", "data_commands", "fetch_data_sets", PermissionError(13, "Permission denied", "/mine"), 2),
         ("models list", "models_list", "list_models", OSError(28, "No space left on device", "/mine"), 2),
         ("models check a", "models_check", "check_model", PermissionError(13, "Permission denied", "/mine"), 2),
         ("store info a", "store_commands", "show_store", IsADirectoryError(21, "Is a directory", "/mine"), 2),
