@@ -226,7 +226,7 @@ def export_store(
     ] = "npy",
     site: Annotated[
         list[str] | None,
-        typer.Option(help="a site or kind to write; give the option again for more, leave it out for all"),
+        typer.Option(help="a site or kind to write, again for more; all without it"),
     ] = None,
     rows: Annotated[
         str | None, typer.Option(help="which rows: a query over the row table, 'label == 1 and position > 0'")
