@@ -1,7 +1,7 @@
 """The command `microtome`. Options are made from the settings' fields; `--config FILE.yaml` gives them all at once.
 
-Heavy imports happen inside the commands, so that `--help` answers at once. `--json` prints one JSON
-document on stdout and nothing else there. A user's error is one clear line and exit code 2 (app/user_errors.py).
+Heavy imports happen inside the commands, so that `--help` answers at once. `--json` prints one JSON document on stdout
+and nothing else there. A user's error is one clear line and exit code 2 (app/user_errors.py).
 """
 
 from importlib.metadata import version as installed_version
