@@ -26,7 +26,7 @@ from microtome.capture.activation_files import load_activations, save_activation
 from microtome.capture.activation_frames import wide_frame
 from microtome.capture.activation_sites import choose_tensors, find_tensor, select_tensors, summarise
 from microtome.capture.sites import Site
-from microtome.capture.stored_tensor import StoredTensor, joined
+from microtome.capture.stored_tensor import StoredTensor, in_memory, joined
 
 SiteName = str | tuple | Site
 
@@ -184,7 +184,7 @@ class Activations:
         Raises:
             KeyError: not captured (near matches are listed), or a name of several sites.
         """
-        return find_tensor(self.tensors, name)
+        return in_memory(find_tensor(self.tensors, name))
 
     def __contains__(self, name: SiteName) -> bool:
         try:

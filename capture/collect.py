@@ -7,6 +7,7 @@ shard at a time: such a capture may be larger than memory and be killed at any m
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,8 @@ from microtome.capture.generated import Generation
 from microtome.capture.job import CaptureJob
 from microtome.capture.limits import pad_id
 from microtome.capture.models import LoadedModel
-from microtome.capture.positions import resolve_positions
+from microtome.capture.positions import require_one_each
+from microtome.capture.precision import floating_dtype
 from microtome.capture.ready_inputs import ReadyInputs
 from microtome.capture.sites import Site
 from microtome.capture.store_writer import write_store
@@ -118,6 +120,8 @@ def capture(
         add_generation_prompt=add_generation_prompt,
     )
     if store is not None:
+        dtype = job.forwards.dtype or floating_dtype(job.forwards.module)  # one for all shards
+        job = replace(job, forwards=replace(job.forwards, dtype=dtype))
         plan = plan_capture(job, shard_bytes=shard_bytes, shard_tokens=shard_tokens, progress=progress)
         return write_store(Path(store), job, plan, progress=progress)
     return _in_memory(job, progress)
@@ -203,8 +207,8 @@ def _job(
     check_token_labels(token_labels, n_texts=n_texts, taken=[] if labels is None else list(labels))
     if token_labels and is_ready:
         raise ValueError("token_labels are for texts; images and sounds have no tokens of words. Pass labels=.")
-    if isinstance(positions, Sequence) and not isinstance(positions, str | tuple) and len(positions) != n_texts:
-        resolve_positions(positions, range(n_texts))  # raises, with what a list means
+    if isinstance(positions, Sequence) and not isinstance(positions, str | tuple):
+        require_one_each(positions, n_texts)
     anatomy = dissect(module, inputs=_two_rows(source, module) if is_ready else None)
     wanted = anatomy.expand(sites)
     if not wanted:

@@ -149,7 +149,7 @@ def _of_first(kept: KeptPositions, n_texts: int) -> KeptPositions:
     )
 
 
-def spoken_bytes(n: float) -> str:
+def spoken_bytes(n: int | float) -> str:
     """Bytes as a person reads them: 14.2 GB."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if n < 1000:
@@ -158,7 +158,7 @@ def spoken_bytes(n: float) -> str:
     return f"{n:,.1f} TB"
 
 
-def spoken_seconds(seconds: float) -> str:
+def spoken_seconds(seconds: int | float) -> str:
     """Seconds as a person reads them: 2 h 10 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -21,10 +21,10 @@ import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from microtome.capture.capture_plan import CapturePlan, labels_sha256
+from microtome.capture.capture_plan import CapturePlan, Layout, labels_sha256
 from microtome.capture.estimate import estimate_job, spoken_bytes
 from microtome.capture.job import CaptureJob
-from microtome.capture.safetensors_file import write_safetensors
+from microtome.capture.safetensors_file import FileFacts, write_safetensors
 from microtome.capture.sites import Site
 from microtome.capture.store import Store
 from microtome.capture.store_files import (
@@ -204,7 +204,10 @@ def _capture(
                 started = time.perf_counter()
                 part = plan.shards[shard]
                 table, tensors = job.run(part.first, part.stop, longest=plan.longest, advance=bar.update)
-                _commit(path, shard, table, tensors, tokens=part.tokens, environment=number, started=started)
+                values, rows = _write_shard(path, shard, table, tensors, plan.layout)
+                seconds = round(time.perf_counter() - started, 3)
+                facts = (values.bytes, values.sha256, rows.bytes, rows.sha256, number, seconds, now())
+                append_log(path, ShardRecord(shard, len(table), part.tokens, *facts))
                 finished += 1
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
@@ -224,35 +227,21 @@ def _environment_number(path: Path, manifest: dict[str, Any], facts: dict[str, A
     return len(known) - 1
 
 
-def _commit(
-    path: Path,
-    number: int,
-    table: pd.DataFrame,
-    tensors: dict[Site, Tensor],
-    *,
-    tokens: int,
-    environment: int,
-    started: float,
-) -> None:
-    """A shard's two files, then its line in the log."""
-    kept = {str(site): tensor.cpu() for site, tensor in tensors.items()}
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in kept.items()}
-    facts = write_safetensors(shard_file(path, number), layout, kept.values())
-    size, digest = write_rows(table_file(path, number), table)
+def _write_shard(
+    path: Path, number: int, table: pd.DataFrame, tensors: dict[Site, Tensor], planned: Layout
+) -> tuple[FileFacts, FileFacts]:
+    """A shard's two files, on the disk: tensors and row table."""
+    layout = {str(site): (dtype, (len(table), *inner)) for site, (dtype, inner) in planned.items()}
+    for site, tensor in tensors.items():
+        if (found := (tensor.dtype, tuple(tensor.shape))) != layout[str(site)]:
+            raise ValueError(
+                f"{site} came as {found}; planned was {layout[str(site)]}. The model changed since it was dissected: "
+                "dissect(model, again=True)."
+            )
+    facts = write_safetensors(shard_file(path, number), layout, (tensor.cpu() for tensor in tensors.values()))
+    rows = write_rows(table_file(path, number), table)
     _sync_folder(path)
-    record = ShardRecord(
-        shard=number,
-        rows=len(table),
-        tokens=tokens,
-        tensors_bytes=facts.bytes,
-        tensors_sha256=facts.sha256,
-        table_bytes=size,
-        table_sha256=digest,
-        environment=environment,
-        seconds=round(time.perf_counter() - started, 3),
-        date=now(),
-    )
-    append_log(path, record)
+    return facts, rows
 
 
 def _sync_folder(path: Path) -> None:
@@ -270,8 +259,6 @@ def _saying_what_failed(path: Path) -> Iterator[None]:
     try:
         yield
     except BlockingIOError:
-        raise
-    except FileNotFoundError:
         raise
     except OSError as error:
         if error.errno is None or (error.filename is None and error.strerror is None):

@@ -1,7 +1,7 @@
 """Captures that are killed: run by test_store_resume.py as a process of its own, which forks one child per capture.
 
     python killed_capture.py FOLDER random 50       kill -9 at random moments, 50 times; each time the same call goes on
-    python killed_capture.py FOLDER steps           a child kills itself at its n-th write to disk, for every n
+    python killed_capture.py FOLDER steps 25        a child kills itself at its n-th write to disk, n from 1 to 25
 
 Prints {"kills": , "stores": , "differing": [names of files that differ from an uninterrupted capture]}.
 """
@@ -116,10 +116,10 @@ def at_random(loaded: LoadedModel, folder: Path, wanted: int, reference: dict[st
     return {"kills": kills, "stores": stores, "differing": differing}
 
 
-def at_every_step(loaded: LoadedModel, folder: Path, reference: dict[str, str]) -> dict:
-    """Kill before every write to disk of the first three shards, then go on without a kill."""
+def at_every_step(loaded: LoadedModel, folder: Path, wanted: int, reference: dict[str, str]) -> dict:
+    """Kill before every write to disk of the first shards, then go on without a kill."""
     kills, stores, differing = 0, 0, []
-    for step in range(1, 40):
+    for step in range(1, wanted + 1):
         path = folder / f"store-{stores}"
         stores += 1
         kills += not ended(child(loaded, path, step))
@@ -142,7 +142,7 @@ def main() -> None:
     if mode == "random":
         result = at_random(loaded, folder, int(sys.argv[3]), reference, seconds)
     else:
-        result = at_every_step(loaded, folder, reference)
+        result = at_every_step(loaded, folder, int(sys.argv[3]), reference)
     print(json.dumps(result | {"shards": len(reference) // 2, "seconds": round(seconds, 2)}))
 
 
