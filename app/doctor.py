@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
 from microtome.app.declared_packages import DeclaredPackage, declared_packages, pip_command
-from microtome.app.machine import can_write, cores, folder_bytes, free_disk, free_memory, in_words
+from microtome.app.machine import can_write, cores, folder_bytes, free_disk, free_memory
+from microtome.data.spoken import spoken_bytes
 
 DEFAULT_MODEL = "smollm2"  # what commands take if no model is named: it is needed, other bundled models are not
 # Rounded up, not measured: the default model in float32 is 134.5 million parameters of 4 bytes, 538 MB on disk and in
@@ -140,7 +141,7 @@ def _torch() -> list[Finding]:
         return [*findings, Finding("GPU", f"none that torch {torch.__version__} sees; the CPU does the work", None)]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
-        findings.append(Finding(f"GPU {index}", f"{facts.name}, {in_words(facts.total_memory)}", True))
+        findings.append(Finding(f"GPU {index}", f"{facts.name}, {spoken_bytes(facts.total_memory)}", True))
     return findings
 
 
@@ -149,8 +150,10 @@ def _memory() -> list[Finding]:
     if free is None:
         return [Finding("memory", "not known on this system", None)]
     if free >= LEAST_MEMORY:
-        return [Finding("memory", f"{in_words(free)} free", True)]
-    return [Finding("memory", f"{in_words(free)} free; the default model wants {in_words(LEAST_MEMORY)}", False)]
+        return [Finding("memory", f"{spoken_bytes(free)} free", True)]
+    return [
+        Finding("memory", f"{spoken_bytes(free)} free; the default model wants {spoken_bytes(LEAST_MEMORY)}", False)
+    ]
 
 
 def _cache() -> list[Finding]:
@@ -163,7 +166,7 @@ def _cache() -> list[Finding]:
     findings = [_folder("cache folder", root, LEAST_DISK, _OTHER_CACHE)]
     for part in sorted(path for path in root.iterdir() if path.is_dir()):
         files = [path for path in part.iterdir() if not path.name.startswith(".")]
-        found = f"{len(files)} {'entry' if len(files) == 1 else 'entries'}, {in_words(folder_bytes(part))}"
+        found = f"{len(files)} {'entry' if len(files) == 1 else 'entries'}, {spoken_bytes(folder_bytes(part))}"
         findings.append(Finding(f"cache: {part.name}", found, True))
     return findings
 
@@ -174,11 +177,11 @@ def _runs() -> list[Finding]:
 
 def _folder(what: str, folder: Path, least: int, repair: str) -> Finding:
     free = free_disk(folder)
-    found = f"{folder}, {in_words(free)} free"
+    found = f"{folder}, {spoken_bytes(free)} free"
     if not can_write(folder):
         return Finding(what, f"{found}; it cannot be written to", False, repair)
     if free < least:
-        return Finding(what, f"{found}, less than {in_words(least)}", False, repair)
+        return Finding(what, f"{found}, less than {spoken_bytes(least)}", False, repair)
     return Finding(what, found, True)
 
 

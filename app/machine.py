@@ -60,11 +60,3 @@ def folder_bytes(folder: Path) -> int:
         except FileNotFoundError:
             continue
     return total
-
-
-def in_words(nbytes: int) -> str:
-    """A number of bytes as people say it: 98 MB, 1.2 GB (powers of ten)."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= 0.9995 * size:
-            return f"{nbytes / size:.1f} {unit}" if nbytes < 9.95 * size else f"{nbytes / size:.0f} {unit}"
-    return f"{nbytes} bytes"

@@ -8,9 +8,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from microtome.app.machine import folder_bytes, in_words
+from microtome.app.machine import folder_bytes
 from microtome.data.bundled_models import BUNDLED, BundledModel
 from microtome.data.registry import cache_folder
+from microtome.data.spoken import spoken_bytes
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def list_models(*, as_json: bool = False) -> None:
 
     table = Table("name", "kind", "size", "what it is", box=box.SIMPLE_HEAD, pad_edge=False)
     for model in models:
-        size = in_words(model.nbytes) if model.is_here else "not here"
+        size = spoken_bytes(model.nbytes) if model.is_here else "not here"
         name = Path(model.name).name if model.kind == "converted" else model.name
         says = model.says + (f"; run: {model.command}" if model.command else "")
         table.add_row(escape(name), model.kind, size, escape(says))

@@ -236,7 +236,7 @@ class Activations:
         if isinstance(which, str):
             try:
                 index = self.rows.query(which).index.to_numpy()
-            except (NameError, SyntaxError, TypeError, KeyError) as error:
+            except (NameError, SyntaxError, TypeError, KeyError, ValueError) as error:
                 raise ValueError(
                     f"{which!r} is no query over the columns {list(self.rows)}: {error}. An example: "
                     "\"position > 0 and token == ' the'\"."

@@ -18,6 +18,7 @@ from microtome.capture.capture_plan import CapturePlan
 from microtome.capture.job import CaptureJob
 from microtome.capture.kept_positions import KeptPositions
 from microtome.capture.ready_inputs import ReadyInputs
+from microtome.data.spoken import spoken_bytes, spoken_seconds
 
 _CPU_TOKENS = 512
 _ROUGH_TOKENS = 64
@@ -147,23 +148,6 @@ def _of_first(kept: KeptPositions, n_texts: int) -> KeptPositions:
         kept.tokens[:n_tokens],
         kept.lengths[:n_texts],
     )
-
-
-def spoken_bytes(n: int | float) -> str:
-    """Bytes as a person reads them: 14.2 GB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "bytes" or n >= 100 else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:,.1f} TB"
-
-
-def spoken_seconds(seconds: int | float) -> str:
-    """Seconds as a person reads them: 2 h 10 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def _free_memory() -> int | None:

@@ -1,7 +1,7 @@
 """One capture as it was asked for: what to run and what to keep. Any part of its texts becomes rows and tensors."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -70,9 +70,11 @@ class CaptureJob:
     ) -> KeptPositions:
         return resolve_generated(wanted, rows, n_prompt, include_special=self.include_special, first_row=first)
 
-    def row_table(self, encoded: EncodedTexts, kept: KeptPositions, first: int) -> pd.DataFrame:
-        """The rows kept of some texts: number of the text, position, token, the text itself, labels."""
-        table = kept.table(encoded.rows)
+    def row_table(
+        self, encoded: EncodedTexts, kept: KeptPositions, first: int, rows: Sequence[EncodedText] | None = None
+    ) -> pd.DataFrame:
+        """The rows kept of some texts, or of what they became (`rows`): text, position, token, string, labels."""
+        table = kept.table(encoded.rows if rows is None else rows)
         whole = table["text"].to_numpy()
         if encoded.kind == "token_ids":  # what tells equal texts, as `string` does for strings
             name, strings = "token_ids", [" ".join(map(str, row.token_ids.tolist())) for row in encoded.rows]
@@ -127,7 +129,7 @@ class CaptureJob:
             first_row=first,
             advance=advance,
         )
-        table = self.row_table(replace(encoded, rows=tuple(whole)), kept, first)
+        table = self.row_table(encoded, kept, first, whole)
         of_row = table["text"].to_numpy() - first
         said = [self._decode(row.token_ids[n:].tolist()) for row, n in zip(whole, n_prompt, strict=True)]
         codes, known = pd.factorize(np.array(said, dtype=object))

@@ -23,7 +23,6 @@ import pyarrow.parquet
 from microtome.capture.activation_checks import check_axes
 from microtome.capture.activation_sites import summarise
 from microtome.capture.activations import Activations
-from microtome.capture.estimate import spoken_bytes
 from microtome.capture.sites import Site
 from microtome.capture.store_files import (
     ShardRecord,
@@ -36,6 +35,7 @@ from microtome.capture.store_files import (
     table_file,
 )
 from microtome.capture.stored_tensor import StoredTensor, in_memory
+from microtome.data.spoken import spoken_bytes
 
 
 class Store(Activations):

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from microtome.capture.capture_plan import CapturePlan, Layout, labels_sha256
-from microtome.capture.estimate import estimate_job, spoken_bytes
+from microtome.capture.estimate import estimate_job
 from microtome.capture.job import CaptureJob
 from microtome.capture.safetensors_file import FileFacts, write_safetensors
 from microtome.capture.sites import Site
@@ -48,6 +48,7 @@ from microtome.capture.store_files import (
     writing,
 )
 from microtome.data.provenance import environment
+from microtome.data.spoken import spoken_bytes
 
 _ROOM = 2**20  # bytes beside the values: tables, manifest
 

@@ -1,17 +1,21 @@
 """A site's rows in the shards of a store: shape and dtype at once, values when they are asked for.
 
-Selections (`tensor[:, head]`, `tensor[rows]`) stay on disk; `load()` reads what they leave. Shards are mapped into
-memory, so that only the pages of wanted rows are read; what lies in one shard as a whole is not even copied.
+Selections (`tensor[:, head]`, `tensor[rows]`) stay on disk; `load()` reads what they leave. Whole shards are read into
+place, single rows and heads through a map of the file, so that only their pages are read; what lies in one shard as a
+whole is mapped and not even copied.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from microtome.capture.safetensors_file import read_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,15 +94,16 @@ class StoredTensor:
             FileNotFoundError: a shard went away since the store was opened.
             ValueError: a shard is damaged.
         """
-        if self.picked is None:
-            parts = [self._of_head(self._shard(number)) for number in range(len(self.files))]
-            if len(parts) == 1:
-                return parts[0]
-            out = torch.empty(self.shape, dtype=self.dtype)
-            for first, part in zip(self.starts, parts, strict=False):
-                out[first : first + len(part)] = part
-            return out
+        if self.picked is None and len(self.files) == 1:
+            return self._of_head(self._shard(0))
         out = torch.empty(self.shape, dtype=self.dtype)
+        if self.picked is None:
+            for number, (first, stop) in enumerate(pairwise(self.starts)):
+                if self.head is None:
+                    self._read(number, out[first:stop])
+                else:
+                    out[first:stop] = self._shard(number)[:, self.head]
+            return out
         shard_of = np.searchsorted(self.starts, self.picked, side="right") - 1
         for number in np.unique(shard_of).tolist():
             places = np.flatnonzero(shard_of == number)
@@ -119,7 +124,18 @@ class StoredTensor:
     def _of_head(self, values: Tensor) -> Tensor:
         return values if self.head is None else values[:, self.head]
 
+    def _read(self, number: int, out: Tensor) -> None:
+        """All rows of a shard into memory that is there."""
+        file = self.files[number]
+        try:
+            read_rows(file, self.name, out)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{file} went away since the store was opened. Open the store again.") from error
+        except ValueError as error:
+            raise ValueError(f"{error} Run `microtome store verify {file.parent}`.") from error
+
     def _shard(self, number: int) -> Tensor:
+        """All rows of a shard, mapped."""
         file = self.files[number]
         try:
             with safe_open(file, framework="pt") as opened:

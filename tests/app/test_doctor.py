@@ -88,7 +88,7 @@ def test_a_gpu_is_named(at_home, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
-    assert found("GPU 0").found == "Tesla T4, 16 GB"
+    assert found("GPU 0").found == "Tesla T4, 15.8 GB"
 
 
 @pytest.mark.parametrize(("free", "verdict"), [(None, None), (100_000_000, False), (64_000_000_000, True)])

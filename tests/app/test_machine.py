@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from microtome.app import machine
-from microtome.app.machine import can_write, cores, folder_bytes, free_disk, free_memory, in_words
+from microtome.app.machine import can_write, cores, folder_bytes, free_disk, free_memory
 
 
 @pytest.fixture
@@ -56,17 +56,6 @@ def test_files_below_a_folder_are_summed(tmp_path):
     (tmp_path / "y").write_bytes(b"123")
     (tmp_path / "link").symlink_to(tmp_path / "y")
     assert folder_bytes(tmp_path) == 8
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "words"),
-    [
-        *[(0, "0 bytes"), (999, "999 bytes"), (1000, "1.0 kB"), (98_362_432, "98 MB"), (538_000_000, "538 MB")],
-        *[(999_600_000, "1.0 GB"), (1_234_000_000, "1.2 GB"), (9_960_000_000, "10 GB"), (25_000_000_000, "25 GB")],
-    ],
-)
-def test_bytes_in_words(nbytes, words):
-    assert in_words(nbytes) == words
 
 
 def test_there_is_a_core():
