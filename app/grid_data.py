@@ -78,7 +78,10 @@ class GridData:
             known = [*self.text_labels, *self.token_labels]
             near = difflib.get_close_matches(label.column, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"data set {self.name!r} has no label {label.column!r}. {self._offered()}{hint}")
+            raise ValueError(
+                f"data set {self.name!r} has no label {label.column!r}. {self._offered()}{hint} Labels of one data set "
+                "alone go into its entry: data: [{name: ..., labels: [...]}]."
+            )
         values = self._values(label.column)
         is_plain = label.positive is None and label.above is None
         if callable(self.token_labels.get(label.column)) and not (is_plain and values.nunique() > 2):

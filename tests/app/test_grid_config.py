@@ -59,7 +59,7 @@ def test_settings_are_frozen_and_survive_yaml(tables) -> None:
         ({"data": ["cities", {"file": "nowhere.csv"}]}, r"data\[1\]\.group is not given"),
         ({"data": [{"name": "a", "label": "b", "labels": ["c"]}]}, r"data\[0\] .*: has both 'label' and 'labels'"),
         ({"labels": [{"column": "a", "positive": 1, "above": 2}]}, r"labels\[0\] .*: label 'a' has both"),
-        ({"labels": [{"colum": "a"}]}, r"labels\[0\]\.colum is no setting"),
+        ({"labels": [{"colum": "a"}]}, r"'labels\[0\]\.colum' is no setting"),
         ({"sites": []}, "sites .*: value should have at least 1 item"),
         ({"probe": {"folds": 1}}, r"probe\.folds 1: input should be greater than or equal to 2"),
         ({"model": "smollm2"}, "'model' is no setting; there are name, out, models"),

@@ -8,6 +8,7 @@ import pytest
 
 from microtome.app import grid_estimate
 from microtome.app.grid_commands import run_grid
+from microtome.capture import store_writer
 
 BOTH = ("capture", "probe")
 
@@ -56,6 +57,20 @@ def test_rows_bytes_and_time_of_what_is_to_do(grid, tmp_path, capsys) -> None:
     table, totals, _ = said(config, capsys)
     assert table["state"].tolist() == ["finished", "finished"]
     assert totals["seconds"] == 0
+
+
+def test_a_capture_that_was_begun_is_to_be_resumed(grid, tmp_path, capsys, monkeypatch) -> None:
+    config = grid()
+    with monkeypatch.context() as patch:
+        patch.setattr(store_writer, "append_log", lambda path, record: 1 / 0)
+        assert run_grid(config, BOTH) == 1
+    capsys.readouterr()
+    table, _, code = said(config, capsys)
+    assert code == 0
+    assert table["state"].tolist() == ["to resume", "to do"]
+    assert run_grid(config, BOTH) == 0
+    log = (tmp_path / "runs" / "night" / "log.txt").read_text(encoding="utf-8")
+    assert "40 texts, 0 of 1 shards are there already" in log
 
 
 def test_what_cannot_be_done_is_said_now(grid, tmp_path, capsys, model_folders) -> None:

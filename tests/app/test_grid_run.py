@@ -251,6 +251,25 @@ run_grid(Path(sys.argv[1]), ("capture", "probe"))
 """
 
 
+def test_two_processes_share_a_grid(grid, model_folders, tables, tmp_path, uninterrupted) -> None:
+    config = grid(**TWO_BY_TWO, data=entries(tables), models=model_folders)
+    code = "import sys; from pathlib import Path; from microtome.app.grid_commands import run_grid\n"
+    code += "run_grid(Path(sys.argv[1]), ('capture', 'probe'))"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code, str(config)], stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    said = [child.communicate()[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    table = summary(tmp_path / "runs" / "night")
+    assert table["status"].tolist() == ["finished"] * 8
+    log = (tmp_path / "runs" / "night" / "log.txt").read_text(encoding="utf-8")
+    assert log.count("  captured ") == 4
+    assert log.count("  probed ") == 8
+    alone = table[table["model"] == "llama"].reset_index(drop=True)
+    other = [*TIMES, "run"]
+    pd.testing.assert_frame_equal(alone.drop(columns=other), uninterrupted.drop(columns=other))
+
+
 TWO_BY_TWO = {"labels": ["verdict", {"column": "stars", "above": 3}], "report": True}
 
 
