@@ -251,6 +251,7 @@ run_grid(Path(sys.argv[1]), ("capture", "probe"))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_grid(grid, model_folders, tables, tmp_path, uninterrupted) -> None:
     config = grid(**TWO_BY_TWO, data=entries(tables), models=model_folders)
     code = "import sys; from pathlib import Path; from microtome.app.grid_commands import run_grid\n"
@@ -283,11 +284,11 @@ def uninterrupted(write_grid, tables, tmp_path_factory) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("module", "name", "after"),
     [
-        ("microtome.app.grid_run", "capture", 1),
+        pytest.param("microtome.app.grid_run", "capture", 1, marks=pytest.mark.slow),
         ("microtome.capture.store_writer", "append_log", 1),
         ("microtome.probes.sweep", "nested_fits", 3),
-        ("microtome.app.grid_probe", "cell_report", 0),
-        ("microtome.app.grid_folder", "write_whole", 4),
+        pytest.param("microtome.app.grid_probe", "cell_report", 0, marks=pytest.mark.slow),
+        pytest.param("microtome.app.grid_folder", "write_whole", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_grid_goes_on_to_the_same_summary(grid, tables, tmp_path, module, name, after, uninterrupted) -> None:
@@ -301,7 +302,9 @@ def test_a_killed_grid_goes_on_to_the_same_summary(grid, tables, tmp_path, modul
     assert (summary(folder)["status"] == "waiting").any()
     assert run_grid(killed, BOTH) == 0
     other = [*TIMES, "run"]
-    pd.testing.assert_frame_equal(summary(folder).drop(columns=other), uninterrupted.drop(columns=other))
+    pd.testing.assert_frame_equal(
+        summary(folder).drop(columns=other), uninterrupted.drop(columns=other), check_exact=True
+    )
     assert list((folder / "checkpoints").iterdir()) == []
     if name == "nested_fits":
         assert ", with fits that are there already" in (folder / "log.txt").read_text(encoding="utf-8")
