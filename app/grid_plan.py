@@ -7,11 +7,12 @@ A cell that is there already must have been made with the settings that are want
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import pandas as pd
 
 from microtome.app.grid_cells import CaptureCell, ProbeCell, capture_cells, data_name, probe_cells
-from microtome.app.grid_config import GridConfig
+from microtome.app.grid_config import GridConfig, LabelSettings
 from microtome.app.grid_data import GridData, load_grid_data
 from microtome.app.grid_folder import GridFolder
 from microtome.capture.sites import Site
@@ -47,19 +48,27 @@ def plan_grid(config: GridConfig) -> list[CapturePlan]:
     cells = capture_cells(config)
     for name in (name for sites in config.sites for name in sites):
         Site.parse(name)
-    data = {}
+    data, texts_sha256 = {}, {}
     for source in config.data:
         name = data_name(source)
         data[name] = load_grid_data(source, name, source.labels or config.labels or (), config.seed)
+        texts_sha256[name] = _texts_sha256(data[name].table["text"])
+
+    @cache  # the same for every model and site
+    def labels_at(name: str, positions: str | int, wanted: tuple[LabelSettings, ...] | None) -> list[tuple]:
+        labels = data[name].labels_at(positions, wanted)
+        return [(label, _label_settings(label, data[name], config)) for label in labels]
+
     plans = []
     for cell in cells:
-        held = data[data_name(cell.data)]
-        labels = held.labels_at(cell.positions, cell.data.labels or config.labels)
-        settings = _capture_settings(cell, held, config)
+        name = data_name(cell.data)
+        settings = _capture_settings(cell, texts_sha256[name], config)
+        labels, of_labels = zip(*labels_at(name, cell.positions, cell.data.labels or config.labels), strict=True)
         probes = tuple(
-            ProbePlan(probe, settings | _probe_settings(probe, held, config)) for probe in probe_cells(cell, labels)
+            ProbePlan(probe, settings | of_label)
+            for probe, of_label in zip(probe_cells(cell, labels), of_labels, strict=True)
         )
-        plans.append(CapturePlan(cell, held, settings, probes))
+        plans.append(CapturePlan(cell, data[name], settings, probes))
     return plans
 
 
@@ -92,10 +101,10 @@ def needs_capture(folder: GridFolder, plan: CapturePlan, steps: Sequence[str]) -
     return has_open_probes or ("probe" not in steps and not was_deleted)
 
 
-def _capture_settings(cell: CaptureCell, data: GridData, config: GridConfig) -> dict:
+def _capture_settings(cell: CaptureCell, texts_sha256: str, config: GridConfig) -> dict:
     return {
         "model": cell.model.name,
-        "texts_sha256": _texts_sha256(data.table["text"]),
+        "texts_sha256": texts_sha256,
         "sites": list(cell.sites),
         "positions": cell.positions,
         "dtype": config.capture.dtype,
@@ -103,11 +112,10 @@ def _capture_settings(cell: CaptureCell, data: GridData, config: GridConfig) -> 
     }
 
 
-def _probe_settings(probe: ProbeCell, data: GridData, config: GridConfig) -> dict:
-    column = probe.label.column
-    columns = ["text", "group"] + ([] if column in data.token_labels else [column])
+def _label_settings(label: LabelSettings, data: GridData, config: GridConfig) -> dict:
+    columns = ["text", "group"] + ([] if label.column in data.token_labels else [label.column])
     return {
-        "label": probe.label.model_dump(mode="json", exclude_none=True),
+        "label": label.model_dump(mode="json", exclude_none=True),
         "labels_sha256": table_sha256(data.table[columns]),
         "probe": config.probe.model_dump(mode="json"),
         "seed": config.seed,
