@@ -62,7 +62,7 @@ class Store(Activations):
             check_axes(site, tensor)
 
     @cached_property
-    def rows(self) -> pd.DataFrame:
+    def rows(self) -> pd.DataFrame:  # pyright: ignore[reportIncompatibleVariableOverride]
         """One row per kept position, as in Activations; read at the first use.
 
         Raises ValueError if a table is damaged.

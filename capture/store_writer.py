@@ -9,8 +9,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,13 @@ def write_store(path: Path, job: CaptureJob, plan: CapturePlan, *, progress: boo
     request = request_of(job, plan)
     if path.exists() and not is_store(path):
         _require_unused(path)
-    with _saying_what_failed(path):
-        path.mkdir(parents=True, exist_ok=True)
-        with writing(path):
+    with ExitStack() as lock:
+        with _saying_what_failed(path):
+            path.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(writing(path))
             manifest, records = _begun(path, job, plan, request)
-            missing = [number for number in range(len(plan.shards)) if number not in records]
-            if missing:
-                _capture(path, job, plan, manifest, missing, progress)
+        if missing := [number for number in range(len(plan.shards)) if number not in records]:
+            _capture(path, job, plan, manifest, missing, progress)
     return Store.open(path)
 
 
@@ -202,18 +202,26 @@ def _capture(
     with tqdm(total=plan.tokens, initial=done, unit=plan.unit, desc="capture", disable=not progress) as bar:
         try:
             for shard in missing:
-                started = time.perf_counter()
-                part = plan.shards[shard]
-                table, tensors = job.run(part.first, part.stop, longest=plan.longest, advance=bar.update)
-                values, rows = _write_shard(path, shard, table, tensors, plan.layout)
-                seconds = round(time.perf_counter() - started, 3)
-                facts = (values.bytes, values.sha256, rows.bytes, rows.sha256, number, seconds, now())
-                append_log(path, ShardRecord(shard, len(table), part.tokens, *facts))
+                _capture_shard(path, job, plan, shard, number, bar.update)
                 finished += 1
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"Stopped: {finished} of {len(plan.shards)} shards are in {path}; the same call goes on from there."
             ) from None
+
+
+def _capture_shard(
+    path: Path, job: CaptureJob, plan: CapturePlan, number: int, environment: int, advance: Callable[[int], object]
+) -> None:
+    """Run a shard's texts, write its files, count it. A function of its own, so that no two shards are in memory."""
+    started = time.perf_counter()
+    part = plan.shards[number]
+    table, tensors = job.run(part.first, part.stop, longest=plan.longest, advance=advance)
+    with _saying_what_failed(path):
+        values, rows = _write_shard(path, number, table, tensors, plan.layout)
+        seconds = round(time.perf_counter() - started, 3)
+        facts = (values.bytes, values.sha256, rows.bytes, rows.sha256, environment, seconds, now())
+        append_log(path, ShardRecord(number, len(table), part.tokens, *facts))
 
 
 def _environment_number(path: Path, manifest: dict[str, Any], facts: dict[str, Any]) -> int:

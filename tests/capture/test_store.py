@@ -636,3 +636,21 @@ def test_taps_around_a_capture_see_its_batches_alone(model) -> None:
 def files(path: Path) -> dict[str, bytes]:
     """The bytes of shards and row tables, by name."""
     return {file.name: file.read_bytes() for file in sorted([*path.glob("shard-*"), *path.glob("rows-*")])}
+
+
+def test_errors_of_the_texts_are_not_called_errors_of_the_disk(model, tmp_path) -> None:
+    class Texts(Sequence):
+        asked = 0
+
+        def __len__(self) -> int:
+            return 1100
+
+        def __getitem__(self, number: int) -> list[int]:
+            self.asked += 1
+            if self.asked > 1110:  # while shards are made, no longer while they are planned
+                raise FileNotFoundError(2, "No such file", "corpus.txt")
+            return [5, 6, 7]
+
+    with pytest.raises(FileNotFoundError, match=r"corpus\.txt") as caught:
+        capture(model, Texts(), "z.0", "all", store=tmp_path / "s", shard_tokens=9, progress=False)
+    assert "could not be written" not in str(caught.value)
