@@ -21,12 +21,13 @@ import torch
 
 from microtome.app.grid_config import GridConfig, ProbeSettings
 from microtome.app.grid_folder import GridFolder
-from microtome.app.grid_log import said_bytes, said_error, said_seconds
+from microtome.app.grid_log import said_error
 from microtome.app.grid_plan import CapturePlan, ProbePlan, needs_capture
 from microtome.app.grid_probe import labelled_rows
 from microtome.app.grid_summary import FINISHED
 from microtome.capture import LoadedModel, Store, capture, estimate_capture, load_model
 from microtome.capture.batches import MAX_TOKENS
+from microtome.data.spoken import spoken_bytes, spoken_seconds
 from microtome.probes.bootstrap import bootstrap_accuracy, bootstrap_auroc
 from microtome.probes.nested_fit import nested_fits
 from microtome.probes.permutation import ridge_auroc
@@ -82,14 +83,14 @@ def print_estimate(
     print(f"{'step':<8}{'cell':<{widths + 2}}{'state':<12}{'rows':>10}{'bytes':>10}{'time':>14}")
     for row in records(table):
         rows = "" if row["rows"] is None else f"{row['rows']:,}"
-        size = "" if row["nbytes"] is None else said_bytes(row["nbytes"])
-        took = "" if row["seconds"] is None else said_seconds(row["seconds"])
+        size = "" if row["nbytes"] is None else spoken_bytes(row["nbytes"])
+        took = "" if row["seconds"] is None else spoken_seconds(row["seconds"])
         print(f"{row['step']:<8}{row['cell']:<{widths + 2}}{row['state']:<12}{rows:>10}{size:>10}{took:>14}")
         if row["error"] is not None:
             print(f"{'':<8}{row['error']}")
     print(
-        f"\nStill to do: {said_seconds(totals['seconds'])}, {said_bytes(totals['nbytes'])} to write; "
-        f"{said_bytes(free)} are free where {folder.path} is or will be."
+        f"\nStill to do: {spoken_seconds(totals['seconds'])}, {spoken_bytes(totals['nbytes'])} to write; "
+        f"{spoken_bytes(free)} are free where {folder.path} is or will be."
     )
     if totals["nbytes"] > free:
         print("That is more than is free. Keep fewer sites or texts, float16, or keep_activations: false.")

@@ -31,28 +31,6 @@ class GridLog:
         print(written, end="", file=sys.stderr, flush=True)
 
 
-def said_seconds(seconds: int | float) -> str:
-    """`0.4 s`, `41 s`, `3 min 05 s`, `2 h 04 min`."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def said_bytes(n_bytes: int | float) -> str:
-    """`512 B`, `3.1 kB`, `120 MB`, `4.2 GB`, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 999.5:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" or n_bytes >= 9.95 else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.1f} TB"
-
-
 def said_error(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
     said = error.args[0] if isinstance(error, KeyError) and error.args else error

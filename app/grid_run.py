@@ -21,7 +21,7 @@ import torch
 from microtome.app.grid_cells import CaptureCell, ProbeCell
 from microtome.app.grid_config import GridConfig, ModelSettings
 from microtome.app.grid_folder import CellIsBusy, GridFolder
-from microtome.app.grid_log import GridLog, said_error, said_seconds
+from microtome.app.grid_log import GridLog, said_error
 from microtome.app.grid_plan import CapturePlan, ProbePlan, needs_capture
 from microtome.app.grid_probe import run_probe
 from microtome.app.grid_story import said_capture, said_end, said_result, said_start
@@ -29,6 +29,7 @@ from microtome.app.grid_summary import write_summary
 from microtome.capture import LoadedModel, capture, load_model, store_info
 from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.token_labels import ROW_COLUMNS
+from microtome.data.spoken import spoken_seconds
 
 STEPS = ("capture", "probe")
 
@@ -163,7 +164,7 @@ class _GridRun:
             "seconds_capture": whole.seconds,  # of all shards, those of before an interruption too
         }
         self.folder.write_capture_facts(cell, facts)
-        self.log.line(f"captured {cell.name} in {said_seconds(seconds)}: {said_capture(facts)}")
+        self.log.line(f"captured {cell.name} in {spoken_seconds(seconds)}: {said_capture(facts)}")
         return True
 
     def _probe_if_captured(self, plan: CapturePlan, probe: ProbePlan) -> None:
@@ -191,7 +192,7 @@ class _GridRun:
             self.seconds["probes"] += seconds
         self.folder.delete_checkpoint(probe.cell)
         size = f"{row['rows']:,} rows in {row['groups']:,} groups"
-        self.log.line(f"probed {probe.cell.name} in {said_seconds(seconds)}: {size}; {said_result(row)}")
+        self.log.line(f"probed {probe.cell.name} in {spoken_seconds(seconds)}: {size}; {said_result(row)}")
         return True
 
     def _delete_if_done(self, plan: CapturePlan) -> None:
@@ -216,7 +217,7 @@ class _GridRun:
         finally:
             seconds = time.perf_counter() - started
             self.seconds["loading"] += seconds
-        self.log.line(f"loaded {model.name} in {said_seconds(seconds)}")
+        self.log.line(f"loaded {model.name} in {spoken_seconds(seconds)}")
         return loaded
 
     def _write_summary(self) -> pd.DataFrame:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from microtome.app.grid_folder import GridFolder
-from microtome.app.grid_log import said_bytes, said_seconds
 from microtome.app.grid_plan import CapturePlan
 from microtome.app.grid_summary import ELSEWHERE, FAILED, FINISHED, asked_for
+from microtome.data.spoken import spoken_bytes, spoken_seconds
 
 
 def said_start(folder: GridFolder, plans: Sequence[CapturePlan], steps: Sequence[str]) -> str:
@@ -39,7 +39,9 @@ def said_result(row: dict) -> str:
 
 def said_capture(facts: dict) -> str:
     """The size of a finished capture, for the log."""
-    return f"{facts['rows']:,} rows of {facts['texts']:,} texts, {facts['sites']} sites, {said_bytes(facts['nbytes'])}"
+    return (
+        f"{facts['rows']:,} rows of {facts['texts']:,} texts, {facts['sites']} sites, {spoken_bytes(facts['nbytes'])}"
+    )
 
 
 def said_end(
@@ -64,7 +66,7 @@ def said_end(
     parts = [*spent.items(), ("rest", seconds - sum(spent.values()))]
     lines = [
         f"{counts.get(FINISHED, 0)} of {_count(len(asked), 'cell')} finished, {len(failed)} failed. "
-        f"This took {said_seconds(seconds)}: {', '.join(f'{name} {said_seconds(part)}' for name, part in parts)}.",
+        f"This took {spoken_seconds(seconds)}: {', '.join(f'{name} {spoken_seconds(part)}' for name, part in parts)}.",
         *failed,
     ]
     for row in still_open[still_open["status"] != FAILED].itertuples():
