@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import pandas as pd
@@ -338,3 +339,18 @@ def test_a_folder_of_something_else_is_left_alone(grid, tmp_path) -> None:
     (tmp_path / "runs" / "night" / "thesis.tex").write_text("important")
     with pytest.raises(FileExistsError, match="is no grid"):
         run_grid(grid(), BOTH)
+
+
+def test_a_model_is_gone_before_the_next_one_is_loaded(grid, model_folders, monkeypatch) -> None:
+    alive: list[weakref.ref] = []
+    real = grid_run.load_model
+
+    def load(name: str):
+        assert [module for module in alive if module() is not None] == []
+        loaded = real(name)
+        alive.append(weakref.ref(loaded.module))
+        return loaded
+
+    monkeypatch.setattr(grid_run, "load_model", load)
+    assert run_grid(grid(models=model_folders), BOTH) == 0
+    assert len(alive) == 2
