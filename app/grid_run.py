@@ -75,7 +75,9 @@ class _GridRun:
             except KeyboardInterrupt:
                 self.log.line("stopped by hand. The same command goes on from here.")
                 self._write_summary()
-                raise
+                raise KeyboardInterrupt(
+                    f"What is finished is in {self.folder.path}; the same command goes on from here."
+                ) from None
         table = self._write_summary()
         seconds = time.perf_counter() - started
         self.log.line(said_end(self.folder, self.plans, table, seconds, self.seconds))

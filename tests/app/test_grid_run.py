@@ -317,7 +317,7 @@ def test_a_stopped_grid_says_so_and_goes_on_later(grid, tmp_path, monkeypatch, n
     monkeypatch.setattr(grid_probe, "sweep", lambda *a, **k: os.kill(os.getpid(), number))
     handler = signal.getsignal(signal.SIGTERM)
     config = grid()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on from here"):
         run_grid(config, BOTH)
     assert signal.getsignal(signal.SIGTERM) is handler
     log = (tmp_path / "runs" / "night" / "log.txt").read_text(encoding="utf-8")
