@@ -19,7 +19,7 @@ def made_up_corpus(monkeypatch):
         [(text, f"c{document:02}", "news") for document in range(30) for text in sentences(200, document)],
         columns=["text", "group", "genre"],
     )
-    monkeypatch.setattr(sys.modules["microtome.data.lines"], "brown_sentences", lambda: table)
+    monkeypatch.setattr(sys.modules["microtome.data.lines"], "brown_sentences", lambda repeated: table)
 
 
 def test_passages_are_whole_sentences_in_order():
