@@ -1,21 +1,18 @@
 """The command `microtome`. Options are made from the settings' fields; `--config FILE.yaml` gives them all at once.
 
-Heavy imports happen inside the commands, so that `--help` answers at once. A user's error is one clear line and exit
-code 2.
+Heavy imports happen inside the commands, so that `--help` answers at once. `--json` prints one JSON document on stdout
+and nothing else there. A user's error is one clear line and exit code 2 (app/user_errors.py).
 """
 
-import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Literal
 
 import typer
-import yaml
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from microtome.app.config import DemoConfig
+from microtome.app.settings_file import read_settings
+from microtome.app.user_errors import user_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,12 +21,24 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Cut thin slices out of any transformer while it runs.",
 )
+models = typer.Typer(no_args_is_help=True)
+data = typer.Typer(no_args_is_help=True)
+store = typer.Typer(no_args_is_help=True)
+app.add_typer(models, name="models", help="What models there are, and what is known of one.")
+app.add_typer(data, name="data", help="Labelled data sets from registry packages.")
+app.add_typer(store, name="store", help="Folders of kept activations.")
+
 _FIELDS = DemoConfig.model_fields
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be done, and what it takes, and stop")]
+GridFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="YAML file with the settings of the grid")]
+DataNames = Annotated[list[str], typer.Argument(help="names of data sets (`microtome data list`), or all")]
+StoreFolder = Annotated[Path, typer.Argument(help="folder of a store")]
 
 
 def _option(name: str, *flags: str) -> typer.models.OptionInfo:
     return typer.Option(
-        *flags, help=f"{_FIELDS[name].description} [default: {_FIELDS[name].default}]", show_default=False
+        *flags, help=f"{_FIELDS[name].description} (default: {_FIELDS[name].default})", show_default=False
     )
 
 
@@ -66,87 +75,174 @@ def demo(
     seed: Annotated[int | None, _option("seed", "--seed")] = None,
     out: Annotated[Path | None, _option("out", "--out")] = None,
     name: Annotated[str | None, _option("name", "--name")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: Json = False,
 ) -> None:
     """From text to a per-head probe map: capture, probe every layer and head with controls, and write a report."""
     given = {key: value for key, value in locals().items() if key in _FIELDS and value is not None}
-    with _user_errors():
-        settings = _settings(config, given)
+    with user_errors(as_json, flags=_FIELDS):
+        settings = read_settings(DemoConfig, config, given)
         from microtome.app.demo import run_demo
 
         run_demo(settings, as_json=as_json)
 
 
-models = typer.Typer(no_args_is_help=True, help="What is known of a model.")
-app.add_typer(models, name="models")
+@app.command("capture")
+def capture_grid(config: GridFile, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Keep the activations of every model and data set of a grid in stores; what is finished is not done again."""
+    _grid(config, ("capture",), dry_run, as_json)
 
 
-@models.callback()
-def _models() -> None:
-    """What is known of a model."""
+@app.command("probe")
+def probe_grid(config: GridFile, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Fit the probes of a grid on the stores that `microtome capture` left."""
+    _grid(config, ("probe",), dry_run, as_json)
 
 
-@models.command()
-def check(
+@app.command("sweep")
+def sweep_grid(config: GridFile, dry_run: DryRun = False, as_json: Json = False) -> None:
+    """Capture and probe a whole grid; what is finished is not done again."""
+    _grid(config, ("capture", "probe"), dry_run, as_json)
+
+
+def _grid(config: Path, steps: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+    with user_errors(as_json):
+        from microtome.app.grid_commands import run_grid
+
+        raise typer.Exit(run_grid(config, steps=steps, dry_run=dry_run, as_json=as_json))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Look whether everything that is needed is here, and say what mends what is not (exit code 1 then)."""
+    with user_errors(as_json):
+        from microtome.app.doctor import diagnose, is_well, print_diagnosis
+
+        findings = diagnose()
+        print_diagnosis(findings, as_json=as_json)
+        _exit_unless(is_well(findings))
+
+
+@models.command("list")
+def list_models(as_json: Json = False) -> None:
+    """Models on this machine: bundled, converted from GGUF, and in the hub's cache."""
+    with user_errors(as_json):
+        from microtome.app import models_list
+
+        models_list.list_models(as_json=as_json)
+
+
+@models.command("check")
+def check_model(
     name: Annotated[str, typer.Argument(help="bundled name, hub id, folder or GGUF file")],
-    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+    as_json: Json = False,
     again: Annotated[
         bool, typer.Option("--again", help="prove everything anew, not only the cheap identities")
     ] = False,
 ) -> None:
     """Find a model's parts, prove them, and print which sites it offers, which not and why."""
-    with _user_errors():
-        from microtome.app.models_check import check_model
+    with user_errors(as_json):
+        from microtome.app import models_check
 
-        check_model(name, as_json=as_json, again=again)
-
-
-def _settings(config: Path | None, given: dict) -> DemoConfig:
-    held: dict = {}
-    if config is not None:
-        if not config.is_file():
-            raise FileNotFoundError(f"there is no settings file {config}; the working directory is {Path.cwd()}.")
-        try:
-            held = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{config} is no YAML: {str(error).splitlines()[0]}.") from error
-        if not isinstance(held, dict):
-            raise ValueError(f"{config} holds a {type(held).__name__}; settings are names with values, 'texts: 640'.")
-    return DemoConfig(**(held | given))
+        models_check.check_model(name, as_json=as_json, again=again)
 
 
-class _user_errors:
-    """Turn what a user can mend into one line and exit code 2; anything else keeps its traceback."""
+@data.command("list")
+def list_data(as_json: Json = False) -> None:
+    """Data sets: what they hold, which labels they have, and whether they are on this machine."""
+    with user_errors(as_json):
+        from microtome.app import data_commands
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, ValidationError):
-            _fail("; ".join(_sentence(e) for e in error.errors()))
-        if isinstance(error, (ValueError, KeyError, IndexError, TypeError, FileNotFoundError, FileExistsError)):
-            while trace.tb_next is not None:
-                trace = trace.tb_next
-            if trace.tb_frame.f_globals.get("__name__", "").startswith("microtome."):  # a check of ours, not a crash
-                _fail(error.args[0] if isinstance(error, KeyError) else str(error))
+        data_commands.list_data(as_json=as_json)
 
 
-def _sentence(error: ErrorDetails) -> str:
-    """One of pydantic's errors in words of the command line."""
-    option = "--" + "-".join(str(part).replace("_", "-") for part in error["loc"])
-    said = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        return f"{option[2:]!r} is no setting; there are {', '.join(_FIELDS)}"
-    return said if option == "--" else f"{option} {error.get('input')!r}: {said[0].lower()}{said[1:]}"
+@data.command("fetch")
+def fetch_data(
+    names: DataNames,
+    as_json: Json = False,
+) -> None:
+    """Fetch data sets once; afterwards they need no network."""
+    with user_errors(as_json):
+        from microtome.app import data_commands
+
+        data_commands.fetch_data_sets(names, as_json=as_json)
 
 
-def _fail(message: str) -> None:
-    from rich.console import Console  # late: importing rich draws from Python's random generator
+@data.command("verify")
+def verify_data(
+    names: DataNames,
+    as_json: Json = False,
+) -> None:
+    """Check hashes and counts of data sets again (exit code 1 if one is not what it should be)."""
+    with user_errors(as_json):
+        from microtome.app import data_commands
 
-    console = Console(stderr=True, highlight=False)
-    console.print("microtome:", style="red", end=" ")
-    console.print(message, soft_wrap=True, markup=False)
-    sys.exit(2)
+        _exit_unless(data_commands.verify_data_sets(names, as_json=as_json))
+
+
+@store.command("verify")
+def verify_store(
+    path: StoreFolder,
+    discard_damaged: Annotated[
+        bool, typer.Option("--discard-damaged", help="throw damaged shards away; the capture makes them anew")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every shard of a store against its record (exit code 1 if one is damaged)."""
+    with user_errors(as_json):
+        from microtome.app import store_commands
+
+        _exit_unless(store_commands.verify_store(path, discard_damaged=discard_damaged, as_json=as_json))
+
+
+@store.command("info")
+def show_store(path: StoreFolder, as_json: Json = False) -> None:
+    """What a store holds: model, data, sites, rows, size, and how much of it is finished."""
+    with user_errors(as_json):
+        from microtome.app import store_commands
+
+        store_commands.show_store(path, as_json=as_json)
+
+
+@store.command("merge")
+def merge_stores(
+    out: Annotated[Path, typer.Argument(help="folder of the new store")],
+    paths: Annotated[list[Path], typer.Argument(help="folders of the stores to join, in this order")],
+    as_json: Json = False,
+) -> None:
+    """Join stores of the same model and sites into a new one."""
+    with user_errors(as_json):
+        from microtome.app import store_commands
+
+        store_commands.merge_stores(out, paths, as_json=as_json)
+
+
+@store.command("export")
+def export_store(
+    path: StoreFolder,
+    out: Annotated[Path, typer.Argument(help="file or folder to write")],
+    form: Annotated[
+        Literal["activations", "npy", "parquet"],
+        typer.Option("--format", help="a folder that Activations.load reads, a NumPy file per site, or one table"),
+    ] = "npy",
+    site: Annotated[
+        list[str] | None,
+        typer.Option(help="a site or kind to write, again for more; all without it"),
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option(help="which rows: a query over the row table, 'label == 1 and position > 0'")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a store, or some of its sites and rows, in a form that other programs read."""
+    with user_errors(as_json):
+        from microtome.app import store_commands
+
+        store_commands.export_store(path, out, format=form, sites=site, rows=rows, as_json=as_json)
+
+
+def _exit_unless(is_well: bool) -> None:
+    if not is_well:
+        raise typer.Exit(1)
 
 
 def main() -> None:

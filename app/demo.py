@@ -15,6 +15,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from microtome.app.config import DemoConfig
+from microtome.app.machine import can_write
 from microtome.capture.collect import capture
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel, load_model
@@ -97,6 +98,8 @@ def run_demo(config: DemoConfig, *, as_json: bool = False) -> DemoResult:
         started = time.perf_counter()
 
     Run.require_free(config.out, config.name, overwrite=True)
+    if not can_write(config.out):
+        raise PermissionError(f"{config.out.absolute()} cannot be written to. Give another folder of runs (--out).")
     table = demo_data(config).reset_index(drop=True)
     _check_folds(table, config)
     took("data")

@@ -4,12 +4,12 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from microtome.capture.estimate import spoken_bytes, spoken_seconds
 from microtome.capture.store import Store
 from microtome.capture.store_check import store_info
 from microtome.capture.store_check import verify_store as faults_of
 from microtome.capture.store_export import ExportFormat, export
 from microtome.capture.store_merge import merge_stores as merged
+from microtome.data.spoken import spoken_bytes, spoken_seconds
 
 
 def show_store(path: Path, as_json: bool = False) -> None:

@@ -6,6 +6,7 @@ from microtome.capture.collect import capture as capture
 from microtome.capture.collect import estimate_capture as estimate_capture
 from microtome.capture.dissect import NotDissectable as NotDissectable
 from microtome.capture.dissect import dissect as dissect
+from microtome.capture.generated import Generation as Generation
 from microtome.capture.hooks import attach as attach
 from microtome.capture.hooks import detach as detach
 from microtome.capture.live_taps import EditContext as EditContext

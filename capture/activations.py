@@ -26,7 +26,7 @@ from microtome.capture.activation_files import load_activations, save_activation
 from microtome.capture.activation_frames import wide_frame
 from microtome.capture.activation_sites import choose_tensors, find_tensor, select_tensors, summarise
 from microtome.capture.sites import Site
-from microtome.capture.stored_tensor import StoredTensor, joined
+from microtome.capture.stored_tensor import StoredTensor, in_memory, joined
 
 SiteName = str | tuple | Site
 
@@ -184,7 +184,7 @@ class Activations:
         Raises:
             KeyError: not captured (near matches are listed), or a name of several sites.
         """
-        return find_tensor(self.tensors, name)
+        return in_memory(find_tensor(self.tensors, name))
 
     def __contains__(self, name: SiteName) -> bool:
         try:
@@ -236,7 +236,7 @@ class Activations:
         if isinstance(which, str):
             try:
                 index = self.rows.query(which).index.to_numpy()
-            except (NameError, SyntaxError, TypeError, KeyError) as error:
+            except (NameError, SyntaxError, TypeError, KeyError, ValueError) as error:
                 raise ValueError(
                     f"{which!r} is no query over the columns {list(self.rows)}: {error}. An example: "
                     "\"position > 0 and token == ' the'\"."

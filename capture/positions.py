@@ -79,11 +79,7 @@ def resolve_positions(
     elif isinstance(positions, int | tuple | Span):
         per_text = [positions] * len(texts)
     elif isinstance(positions, Sequence):
-        if len(positions) != len(texts):
-            raise ValueError(
-                f"positions is a list of {len(positions)} entries for {len(texts)} texts: a list has one entry per "
-                "text (an index, a span, or a list of these). The same for every text: one index, or a (start, end)."
-            )
+        require_one_each(positions, len(texts))
         per_text = list(positions)
     else:
         raise TypeError(f"positions={positions!r:.80}: expected {', '.join(_POLICIES)}, an index, a span, or a list.")
@@ -94,6 +90,15 @@ def resolve_positions(
     if not any(blocks) and not is_part:
         raise ValueError(KEEPS_NOTHING)
     return _flatten(blocks, texts)
+
+
+def require_one_each(positions: Sequence, n_texts: int) -> None:
+    """Raise ValueError for a list of positions that is not as long as the texts."""
+    if len(positions) != n_texts:
+        raise ValueError(
+            f"positions is a list of {len(positions)} entries for {n_texts} texts: a list has one entry per "
+            "text (an index, a span, or a list of these). The same for every text: one index, or a (start, end)."
+        )
 
 
 def _resolve(wanted: Any, text: EncodedText, row: int, include_special: bool) -> list[_Block]:

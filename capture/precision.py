@@ -54,3 +54,8 @@ def _rounds(linear: nn.Module) -> bool:
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return True
     return not float(departure.abs().max()) <= ROUNDS * float((both - zero).abs().max())
+
+
+def floating_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of the first parameter that holds floating point numbers: what the model computes in."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

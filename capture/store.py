@@ -19,12 +19,10 @@ import numpy as np
 import pandas as pd
 import pyarrow
 import pyarrow.parquet
-from torch import Tensor
 
 from microtome.capture.activation_checks import check_axes
 from microtome.capture.activation_sites import summarise
-from microtome.capture.activations import Activations, SiteName
-from microtome.capture.estimate import spoken_bytes
+from microtome.capture.activations import Activations
 from microtome.capture.sites import Site
 from microtome.capture.store_files import (
     ShardRecord,
@@ -37,6 +35,7 @@ from microtome.capture.store_files import (
     table_file,
 )
 from microtome.capture.stored_tensor import StoredTensor, in_memory
+from microtome.data.spoken import spoken_bytes
 
 
 class Store(Activations):
@@ -120,10 +119,6 @@ class Store(Activations):
         }
         provenance = manifest["provenance"] | {"store": _facts(manifest, whole)}
         return cls(path, whole, tensors, provenance, is_whole=len(whole) == n_shards)
-
-    def __getitem__(self, name: SiteName) -> Tensor:
-        """The values of a site or head, read from disk now. Raises what `Activations` raises, and for lost shards."""
-        return in_memory(super().__getitem__(name))
 
     def to_memory(self) -> Activations:
         """All of it (or of what was selected) read into memory."""

@@ -103,7 +103,7 @@ def store_info(path: str | Path) -> StoreInfo:
         rows=sum(record.rows for record in whole),
         tokens=sum(record.tokens for record in whole),
         nbytes=sum(record.tensors_bytes + record.table_bytes for record in whole),
-        seconds=round(sum(record.seconds for record in whole), 1),
+        seconds=round(sum((record.seconds for record in whole), 0.0), 1),
         differences=differing_environments(manifest, whole),
         columns=columns,
     )

@@ -27,6 +27,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from microtome.capture.hashes import write_atomically
+from microtome.capture.safetensors_file import FileFacts
 from microtome.capture.sites import Site
 from microtome.data.registry import file_sha256
 from microtome.data.replaced_file import replaced_file
@@ -160,8 +161,8 @@ def differing_environments(manifest: dict[str, Any], records: Iterable[ShardReco
     return {name: [json.loads(value) for value in several] for name, several in values.items() if len(several) > 1}
 
 
-def write_rows(file: Path, table: pd.DataFrame) -> tuple[int, str]:
-    """Write a row table, whole or not at all; returns bytes and SHA-256.
+def write_rows(file: Path, table: pd.DataFrame) -> FileFacts:
+    """Write a row table, whole or not at all.
 
     Raises TypeError for a column that Parquet cannot hold.
     """
@@ -170,7 +171,7 @@ def write_rows(file: Path, table: pd.DataFrame) -> tuple[int, str]:
             table.to_parquet(scratch, index=False)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError) as error:
         raise TypeError(f"rows cannot be written as Parquet: {error}. Give every label column one type.") from error
-    return file.stat().st_size, file_sha256(file)
+    return FileFacts(file.stat().st_size, file_sha256(file))
 
 
 @contextmanager

@@ -91,9 +91,9 @@ def _write(folder: Path, paths: list[Path], manifests: list[dict[str, Any]]) -> 
             new = len(records)
             _link(shard_file(path, number), shard_file(folder, new))
             rows = pd.read_parquet(table_file(path, number))
-            size, digest = write_rows(table_file(folder, new), rows.assign(text=rows["text"] + first_text))
+            table = write_rows(table_file(folder, new), rows.assign(text=rows["text"] + first_text))
             made = replace(record, shard=new, environment=record.environment + len(environments))
-            records.append(replace(made, table_bytes=size, table_sha256=digest))
+            records.append(replace(made, table_bytes=table.bytes, table_sha256=table.sha256))
             part = manifest["shards"][number]
             shards.append(part | {"first": part["first"] + first_text, "stop": part["stop"] + first_text})
         first_text += max(part["stop"] for part in manifest["shards"])

@@ -21,14 +21,18 @@ import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from microtome.capture.capture_plan import CapturePlan, labels_sha256
-from microtome.capture.estimate import estimate_job, spoken_bytes
+from microtome.capture.capture_plan import CapturePlan, Layout, labels_sha256
+from microtome.capture.estimate import estimate_job
 from microtome.capture.job import CaptureJob
-from microtome.capture.safetensors_file import write_safetensors
+from microtome.capture.safetensors_file import FileFacts, write_safetensors
 from microtome.capture.sites import Site
 from microtome.capture.store import Store
 from microtome.capture.store_files import (
     FORMAT,
+    LOCK,
+    LOG,
+    MANIFEST,
+    WRITER,
     ShardRecord,
     amiss,
     append_log,
@@ -44,6 +48,7 @@ from microtome.capture.store_files import (
     writing,
 )
 from microtome.data.provenance import environment
+from microtome.data.spoken import spoken_bytes
 
 _ROOM = 2**20  # bytes beside the values: tables, manifest
 
@@ -61,9 +66,8 @@ def write_store(path: Path, job: CaptureJob, plan: CapturePlan, *, progress: boo
     """
     path = path.resolve()
     request = request_of(job, plan)
-    if path.exists() and not is_store(path) and (not path.is_dir() or any(path.iterdir())):
-        read_manifest(path) if (path / "manifest.json").exists() else None
-        raise FileExistsError(f"{path} is there and holds no store, so it is left alone. Give another folder.")
+    if path.exists() and not is_store(path):
+        _require_unused(path)
     with _saying_what_failed(path):
         path.mkdir(parents=True, exist_ok=True)
         with writing(path):
@@ -72,6 +76,20 @@ def write_store(path: Path, job: CaptureJob, plan: CapturePlan, *, progress: boo
             if missing:
                 _capture(path, job, plan, manifest, missing, progress)
     return Store.open(path)
+
+
+def _require_unused(path: Path) -> None:
+    """Raise unless the folder is empty, or was begun by a capture that was killed before its first shard.
+
+    Raises:
+        FileExistsError: it is a file, or holds other files.
+        ValueError: it holds a manifest that is damaged or of another format.
+    """
+    if path.is_dir() and (path / MANIFEST).exists():
+        read_manifest(path)
+    begun = (LOCK, WRITER, LOG)
+    if not path.is_dir() or any(f.name not in begun and not f.name.endswith(".part") for f in path.iterdir()):
+        raise FileExistsError(f"{path} is there and holds no store, so it is left alone. Give another folder.")
 
 
 def request_of(job: CaptureJob, plan: CapturePlan) -> dict[str, Any]:
@@ -88,6 +106,7 @@ def request_of(job: CaptureJob, plan: CapturePlan) -> dict[str, Any]:
         "columns": sorted([*(job.labels if job.labels is not None else ()), *(job.token_labels or ())]),
         "sites": [str(site) for site in plan.layout],
         "dtype": [str(dtype)[6:] for dtype, _ in plan.layout.values()],
+        "generation": None if job.generation is None else asdict(job.generation),
         "edited sites": sorted(str(Site.parse(name)) for name in job.forwards.edits),
         "shards": [[shard.first, shard.stop] for shard in plan.shards],
     }
@@ -186,7 +205,10 @@ def _capture(
                 started = time.perf_counter()
                 part = plan.shards[shard]
                 table, tensors = job.run(part.first, part.stop, longest=plan.longest, advance=bar.update)
-                _commit(path, shard, table, tensors, tokens=part.tokens, environment=number, started=started)
+                values, rows = _write_shard(path, shard, table, tensors, plan.layout)
+                seconds = round(time.perf_counter() - started, 3)
+                facts = (values.bytes, values.sha256, rows.bytes, rows.sha256, number, seconds, now())
+                append_log(path, ShardRecord(shard, len(table), part.tokens, *facts))
                 finished += 1
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
@@ -206,35 +228,21 @@ def _environment_number(path: Path, manifest: dict[str, Any], facts: dict[str, A
     return len(known) - 1
 
 
-def _commit(
-    path: Path,
-    number: int,
-    table: pd.DataFrame,
-    tensors: dict[Site, Tensor],
-    *,
-    tokens: int,
-    environment: int,
-    started: float,
-) -> None:
-    """A shard's two files, then its line in the log."""
-    kept = {str(site): tensor.cpu() for site, tensor in tensors.items()}
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in kept.items()}
-    facts = write_safetensors(shard_file(path, number), layout, kept.values())
-    size, digest = write_rows(table_file(path, number), table)
+def _write_shard(
+    path: Path, number: int, table: pd.DataFrame, tensors: dict[Site, Tensor], planned: Layout
+) -> tuple[FileFacts, FileFacts]:
+    """A shard's two files, on the disk: tensors and row table."""
+    layout = {str(site): (dtype, (len(table), *inner)) for site, (dtype, inner) in planned.items()}
+    for site, tensor in tensors.items():
+        if (found := (tensor.dtype, tuple(tensor.shape))) != layout[str(site)]:
+            raise ValueError(
+                f"{site} came as {found}; planned was {layout[str(site)]}. The model changed since it was dissected: "
+                "dissect(model, again=True)."
+            )
+    facts = write_safetensors(shard_file(path, number), layout, (tensor.cpu() for tensor in tensors.values()))
+    rows = write_rows(table_file(path, number), table)
     _sync_folder(path)
-    record = ShardRecord(
-        shard=number,
-        rows=len(table),
-        tokens=tokens,
-        tensors_bytes=facts.bytes,
-        tensors_sha256=facts.sha256,
-        table_bytes=size,
-        table_sha256=digest,
-        environment=environment,
-        seconds=round(time.perf_counter() - started, 3),
-        date=now(),
-    )
-    append_log(path, record)
+    return facts, rows
 
 
 def _sync_folder(path: Path) -> None:
@@ -252,8 +260,6 @@ def _saying_what_failed(path: Path) -> Iterator[None]:
     try:
         yield
     except BlockingIOError:
-        raise
-    except FileNotFoundError:
         raise
     except OSError as error:
         if error.errno is None or (error.filename is None and error.strerror is None):

@@ -76,6 +76,8 @@ def label_column(values: list) -> pd.Series:
     """Values as a column: text with missing entries as such, numbers as floats where some are missing."""
     plain = [value.item() if isinstance(value, np.generic) else value for value in values]
     present = [value for value in plain if value is not None]
+    if not present:  # of no type: another shard may say which
+        return pd.Series(plain, dtype="object")
     if all(isinstance(value, str) for value in present):
         return pd.Series(plain, dtype="str")
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):

@@ -36,7 +36,7 @@ def environment() -> dict:
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "packages": package_versions(),
-        "commit": _source_commit(),
+        "commit": source_commit(),
         "working_commit": commit_of(Path.cwd()),
     }
 
@@ -68,7 +68,8 @@ def commit_of(folder: Path) -> str | None:
     return head + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def _source_commit() -> str | None:
+def source_commit() -> str | None:
+    """The commit of Microtome's own source, as `commit_of` says it; None if it was installed from a wheel."""
     # an installed copy may lie inside somebody else's repository: only a tracked file speaks for the commit
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:

@@ -1,0 +1,37 @@
+"""A command's settings from a YAML file and from flags: flags win, and what neither gives keeps its default."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def read_settings(model: type[Settings], config: Path | None, given: Mapping[str, Any] | None = None) -> Settings:
+    """Settings of a command.
+
+    model: the command's settings model. config: a YAML file of names with values, or None. given: values by name that
+    override the file's. Raises FileNotFoundError if there is no such file, ValueError if it holds no settings, and what
+    the model raises.
+    """
+    held = _held_by(config) if config is not None else {}
+    return model(**(held | dict(given or {})))
+
+
+def _held_by(config: Path) -> dict:
+    if not config.is_file():
+        raise FileNotFoundError(f"there is no settings file {config}; the working directory is {Path.cwd()}.")
+    try:
+        held = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{config} is no YAML: {str(error).splitlines()[0]}.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{config} is no UTF-8 text ({error.reason}). Settings are a YAML text file.") from error
+    if not isinstance(held, dict):
+        raise ValueError(f"{config} holds a {type(held).__name__}; settings are names with values, 'texts: 640'.")
+    if strange := [key for key in held if not isinstance(key, str)]:
+        raise ValueError(f"{config}: {strange[0]!r} is no name of a setting. Settings are names with values.")
+    return held

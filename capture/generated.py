@@ -1,0 +1,230 @@
+"""Activations of a text and of what the model writes after it: taps stay on during `generate`, steps join by position.
+
+Position p counts real tokens of the prompt from 0 and goes on through the generated ones. A generated token's
+activations are those of the step that read it, so one token more is generated than asked for, and dropped; the
+end-of-text token and what a batch still writes after it are left out.
+Proof: equal to one forward of the whole sequence (tests/capture/test_generated.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from microtome.capture.batches import Batch, PaddingRecipe, make_batch, plan_batches
+from microtome.capture.encoded_text import EncodedText
+from microtome.capture.forwards import Forwards
+from microtome.capture.kept_positions import KeptPositions
+from microtome.capture.padding import limit_for
+from microtome.capture.positions import resolve_positions
+from microtome.capture.sites import Site
+from microtome.capture.tap_plan import Read
+from microtome.capture.taps import taps
+
+POLICIES = ("last", "first", "mean", "all", "prompt", "generated")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How texts go on.
+
+    Attributes:
+        max_new_tokens: tokens per text at most; fewer where the model ends the text.
+        do_sample: draw tokens; without it the likeliest one is taken.
+        temperature, top_p, top_k: of the draw.
+        seed: of the draw. Equal batches of equal seed draw the same; batches differ with `max_tokens`.
+    """
+
+    max_new_tokens: int
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: give at least 1.")
+        if not self.do_sample and (self.temperature, self.top_p, self.top_k) != (1.0, 1.0, None):
+            raise ValueError("temperature, top_p and top_k need do_sample=True; else the likeliest token is taken.")
+
+
+def resolve_generated(
+    positions: Any, rows: Sequence[EncodedText], n_prompt: Sequence[int], *, include_special: bool, first_row: int
+) -> KeptPositions:
+    """As `resolve_positions` over prompt and continuation; "prompt" and "generated" are their tokens.
+
+    Raises:
+        ValueError: spans, which continuations do not have; what `resolve_positions` raises.
+    """
+    wanted = positions if isinstance(positions, list) else [positions] * len(rows)
+    if any(isinstance(part, str) and part not in POLICIES for part in wanted):
+        raise ValueError(f"positions={positions!r:.60}: with generate= expected {', '.join(POLICIES)}, or indices.")
+    if any(not isinstance(part, str | int | list) for part in wanted):
+        raise ValueError("With generate=, positions are names or indices; spans of characters have no place there.")
+    parts = {"prompt": lambda row, n: list(range(n)), "generated": lambda row, n: list(range(n, row.length))}
+    by_text = [
+        parts[part](row, n) if isinstance(part, str) and part in parts else part
+        for part, row, n in zip(wanted, rows, n_prompt, strict=True)
+    ]
+    return resolve_positions(by_text, rows, include_special=include_special, first_row=first_row, is_part=True)
+
+
+def continued(row: EncodedText, ids: list[int], words: Sequence[str]) -> EncodedText:
+    """A text with generated tokens behind it; they have no characters in the prompt."""
+    n = len(ids)
+    types = None if row.token_type_ids is None else torch.cat([row.token_type_ids, row.token_type_ids[-1:].expand(n)])
+    return replace(
+        row,
+        length=row.length + n,
+        is_special=torch.cat([row.is_special, torch.zeros(n, dtype=torch.bool)]),
+        tokens=(*row.tokens, *words),
+        token_ids=torch.cat([row.token_ids, torch.tensor(ids, dtype=row.token_ids.dtype)]),
+        token_type_ids=types,
+        offsets=None if row.offsets is None else torch.cat([row.offsets, row.offsets.new_zeros(n, 2)]),
+    )
+
+
+def generate_rows(
+    forwards: Forwards,
+    generation: Generation,
+    rows: Sequence[EncodedText],
+    keep: Callable[[Sequence[EncodedText], Sequence[int]], KeptPositions],
+    decode: Callable[[list[int]], str],
+    *,
+    only_generated: bool,
+    first_row: int,
+    advance: Callable[[int], object],
+) -> tuple[list[EncodedText], KeptPositions, dict[Site, Tensor]]:
+    """Let every text go on and keep what `keep` says of the whole rows.
+
+    Args:
+        keep: positions of some rows with what was generated, given their numbers.
+        decode: one token id as a string.
+        only_generated: whether nothing of the prompts is kept, so that it need not be held.
+
+    Returns:
+        The rows with what was generated, what is kept of them, and every site's kept rows in that order.
+
+    Raises:
+        ValueError: a site that generation does not compute at these positions; values that are not finite.
+    """
+    whole: list[EncodedText] = list(rows)
+    held: list[tuple[list[int], dict[Site, Tensor]]] = []
+    ends = _end_ids(forwards.module)
+    for row_ids in _batches(forwards, generation, rows):
+        batch = make_batch(rows, row_ids, pad_id=forwards.pad, recipe=PaddingRecipe("left"), device=forwards.home)
+        ids, values = _run(forwards, generation, batch, only_generated, seed=generation.seed + first_row + min(row_ids))
+        width = batch.attention_mask.shape[1]
+        read = ids.shape[1] - 1  # tokens that a step has read
+        real = torch.cat([batch.attention_mask, batch.attention_mask.new_zeros(len(row_ids), read - width)], 1)
+        for place, row in enumerate(row_ids):
+            fresh = _before_end(ids[place, width:].tolist(), ends)[: read - width]
+            whole[row] = continued(rows[row], fresh, [decode([token]) for token in fresh])
+            real[place, width : width + len(fresh)] = 1
+        kept = keep([whole[row] for row in row_ids], row_ids)
+        places = kept.in_batch(range(len(row_ids)), real)
+        if only_generated:
+            places = replace(places, position_index=places.position_index - width, shape=(len(row_ids), read - width))
+
+        def name_row(index: int, kept: KeptPositions = kept, row_ids: list[int] = row_ids) -> str:
+            return f"text {first_row + row_ids[int(kept.text[index])]}, position {int(kept.position[index])}"
+
+        chosen = {
+            site: forwards.stored(site, places.select(value), places.kept_index, name_row)
+            for site, value in values.items()
+        }
+        held.append((row_ids, chosen))
+        advance(sum(whole[row].length for row in row_ids))
+    kept = keep(whole, range(len(whole)))
+    return whole, kept, _in_order(held, kept)
+
+
+def _run(
+    forwards: Forwards, generation: Generation, batch: Batch, only_generated: bool, *, seed: int
+) -> tuple[Int[Tensor, "batch token"], dict[Site, Tensor]]:
+    """One batch through `generate`: prompt and new tokens, and every site's values at the positions that were read."""
+    ends = _end_ids(forwards.module)
+    draw = {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": generation.top_k or 0}
+    settings = GenerationConfig(
+        max_new_tokens=generation.max_new_tokens + 1,
+        do_sample=generation.do_sample,
+        pad_token_id=forwards.pad,
+        eos_token_id=ends or None,
+        use_cache=True,
+        **(draw if generation.do_sample else {}),
+    )
+    width = batch.attention_mask.shape[1]
+    reads = [Read(site, select=_Step(site, 0 if only_generated else width)) for site in forwards.sites]
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[forwards.home] if forwards.home.type == "cuda" else []),
+        taps(forwards.module, reads, forwards.edits, anatomy=forwards.anatomy) as tape,
+    ):
+        torch.manual_seed(seed)
+        ids = forwards.module.generate(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, generation_config=settings
+        )
+    return ids, {site: torch.cat(tape.all(site), dim=1) for site in forwards.sites}
+
+
+class _Step:
+    """The positions that a step adds: those of the prompt in the first, one in every other (the rest was cached)."""
+
+    def __init__(self, site: Site, n_first: int):
+        self.site, self.n, self.n_first = site, 0, n_first
+
+    def __call__(self, value: Tensor) -> Tensor:
+        n = self.n_first if self.n == 0 else 1
+        self.n += 1
+        if value.shape[1] < n:
+            raise ValueError(
+                f"{self.site}: generate computes it at {value.shape[1]} position(s) of the prompt, not at all {n}. "
+                'Keep positions="generated", or capture the prompt without generate=.'
+            )
+        return value[:, value.shape[1] - n :]
+
+
+def _batches(forwards: Forwards, generation: Generation, rows: Sequence[EncodedText]) -> list[list[int]]:
+    """Texts that run together: padded on the left where that was proved right, else only those of equal length."""
+    errors = forwards.anatomy.padding_errors
+    is_paddable = any(name.startswith("left") and error <= limit_for(forwards.module) for name, error in errors.items())
+    lengths = [row.length for row in rows]
+    classes = [list(range(len(rows)))]
+    if not is_paddable:
+        classes = [[i for i, length in enumerate(lengths) if length == n] for n in sorted(set(lengths), reverse=True)]
+    plans = []
+    for members in classes:
+        full = [lengths[i] + generation.max_new_tokens for i in members]
+        plans += [[members[i] for i in some] for some in plan_batches(full, max_tokens=forwards.max_tokens)]
+    return plans
+
+
+def _end_ids(module: nn.Module) -> list[int]:
+    """Ids that end a text."""
+    ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    ends = getattr(module.config, "eos_token_id", None) if ends is None else ends
+    return [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [int(ends)]
+
+
+def _before_end(ids: list[int], ends: list[int]) -> list[int]:
+    at = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[:at]
+
+
+def _in_order(held: list[tuple[list[int], dict[Site, Tensor]]], kept: KeptPositions) -> dict[Site, Tensor]:
+    """The batches' kept rows in the order of the texts."""
+    starts = np.searchsorted(kept.text, np.arange(len(kept.lengths) + 1))
+    filed: dict[Site, Tensor] = {}
+    for row_ids, values in held:
+        index = torch.from_numpy(np.concatenate([np.arange(starts[row], starts[row + 1]) for row in row_ids]))
+        for site, value in values.items():
+            if site not in filed:
+                filed[site] = value.new_empty(kept.n_kept, *value.shape[1:])
+            filed[site][index.to(value.device)] = value
+    return filed
