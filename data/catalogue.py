@@ -9,7 +9,7 @@ Beware: a draw does not keep groups whole; split by the group column all the sam
 """
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,7 @@ from microtome.data.toy import toy_sentiment
 TokenLabels = Mapping[str, Callable | list]
 
 
-def _no_token_labels(_: Sequence[int]) -> TokenLabels:
+def _no_token_labels(_: pd.DataFrame) -> TokenLabels:
     return {}
 
 
@@ -39,7 +39,7 @@ class DataSet:
     """One set. says: what it is, in a sentence. rows: how many texts it has. labels: its label columns and what they
     are, the default one first. token_labels: the same for labels of tokens. group: the column to split by. licence: of
     the texts. tables: the parsed tables that it is made of, none if it is generated. read: gives all texts.
-    read_token_labels: gives the token labels of these rows, as `capture` takes them.
+    read_token_labels: gives the token labels of these texts, as `capture` takes them.
     """
 
     name: str
@@ -50,7 +50,7 @@ class DataSet:
     read: Callable[[], pd.DataFrame]
     tables: tuple[CachedTable, ...] = ()
     token_labels: Mapping[str, str] = field(default_factory=dict)
-    read_token_labels: Callable[[Sequence[int]], TokenLabels] = _no_token_labels
+    read_token_labels: Callable[[pd.DataFrame], TokenLabels] = _no_token_labels
     group: str = "group"
 
     @property
@@ -120,7 +120,7 @@ def load_data(name: str, *, texts: int | None = None, seed: int = 0) -> Labelled
         "groups": int(chosen[data_set.group].nunique()),
         "table_sha256": table_sha256(chosen),
     }
-    return LabelledTexts(name, chosen, data_set.read_token_labels(rows.tolist()), facts)
+    return LabelledTexts(name, chosen, data_set.read_token_labels(chosen), facts)
 
 
 def draw(labels: pd.Series, count: int, seed: int) -> np.ndarray:
@@ -178,11 +178,12 @@ def _toy() -> pd.DataFrame:
     return toy_sentiment(1440)
 
 
-def _brown_token_labels(rows: Sequence[int]) -> TokenLabels:
-    return {"pos": word_labels("pos", rows), "tag": word_labels("tag", rows), "token_length": token_length}
+def _brown_token_labels(texts: pd.DataFrame) -> TokenLabels:
+    of_words = {label: word_labels(label, texts["sentence"].tolist()) for label in ("pos", "tag")}
+    return of_words | {"token_length": token_length}
 
 
-def _line_token_labels(_: Sequence[int]) -> TokenLabels:
+def _line_token_labels(_: pd.DataFrame) -> TokenLabels:
     return {"line_position": line_position, "line_left": line_left, "token_length": token_length}
 
 
@@ -244,7 +245,7 @@ DATA_SETS: dict[str, DataSet] = {
         DataSet(
             name="brown",
             says="Sentences of the Brown corpus with the part of speech of every word.",
-            rows=57340,
+            rows=56692,
             labels={"genre": "15 genres, the same for all sentences of a document"},
             licence=_BROWN_LICENCE,
             read=brown_sentences,

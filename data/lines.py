@@ -28,7 +28,7 @@ def lines(*, seed: int = 0) -> pd.DataFrame:
 
     seed: decides which passage has which width. Raises what `fetch` raises.
     """
-    sentences = brown_sentences()
+    sentences = brown_sentences(repeated=True)
     rows = []
     for (document, genre), texts in sentences.groupby(["group", "genre"], sort=False)["text"]:
         rows += [(passage, document, genre) for passage in passages(texts.tolist())]

@@ -12,7 +12,7 @@ from microtome.data.registry import file_sha256
 
 DOCUMENTS = {
     "ca01": "\n\n\tThe/at Jury/nn-tl said/vbd ,/, ``/`` They're/ppss+ber out/rp ''/'' ./.\n\n\nWhy/wrb ?/. ?/.\n",
-    "cb01": "\n\tin/in Oslo/np-hl ./. ;/. ;/.\n\tHe/pps left/vbd Ala./np ./.\n",
+    "cb01": "\n\tin/in Oslo/np-hl ./. ;/. ;/.\n\twhy/wrb ?/.\n\tHe/pps left/vbd Ala./np ./.\n",
 }
 
 
@@ -38,7 +38,10 @@ def test_sentences_are_plain_text_with_document_and_genre():
         "text": ['The Jury said, "They\'re out".', "Why?", "in Oslo.;", "He left Ala."],
         "group": ["ca01", "ca01", "cb01", "cb01"],
         "genre": ["news", "news", "editorial", "editorial"],
+        "sentence": [0, 1, 2, 4],
     }
+    assert brown_sentences(repeated=True)["text"].tolist()[3] == "why?"
+    assert brown_sentences(repeated=True)["sentence"].tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.usefixtures("small_archive")
@@ -52,7 +55,7 @@ def test_labels_lie_on_their_words():
     assert [value for *_, value in word_labels("tag")[0]] == [
         *("at", "nn-tl", "vbd", ",", "``", "ppss+ber", "rp", "''", "."),
     ]
-    assert word_labels("pos", [3, 1]) == [labels[3], labels[1]]
+    assert word_labels("pos", [4, 1]) == [labels[4], labels[1]]
     with pytest.raises(ValueError, match=r"label is 'pos_tag'. Give 'pos' for universal tags or 'tag'"):
         word_labels("pos_tag")
 
@@ -92,7 +95,8 @@ def test_an_archive_without_its_list_of_genres_is_named(small_archive):
 @pytest.mark.slow
 @pytest.mark.network
 def test_the_real_archive(empty_cache):
-    table = brown_sentences()
+    assert len(brown_sentences()) == 56692
+    table = brown_sentences(repeated=True)
     assert (empty_cache / "archives" / BROWN_ARCHIVE.filename).exists()
     assert len(table) == 57340
     assert table["group"].nunique() == 500

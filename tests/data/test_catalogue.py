@@ -51,7 +51,7 @@ def small_set(cache, monkeypatch):
         read=table.read,
         tables=(table,),
         token_labels={"row": "the text's number"},
-        read_token_labels=lambda rows: {"row": [[(0, 4, row)] for row in rows]},
+        read_token_labels=lambda texts: {"row": [[(0, 4, row)] for row in texts["more"]]},
         group="source",
     )
     monkeypatch.setitem(DATA_SETS, "small", data_set)

@@ -31,7 +31,8 @@ def chosen(*all_cities: dict) -> list[str]:
 
 
 def test_only_large_cities_the_largest_first():
-    assert chosen(city("A", "KE", 500_000), city("B", "KE", 500_001), city("C", "KE", 9_000_000)) == ["C", "B"]
+    towns = (city("Town 1", "KE", 500_000), city("Town 2", "KE", 500_001), city("Town 3", "KE", 9_000_000))
+    assert chosen(*towns) == ["Town 3", "Town 2"]
 
 
 @pytest.mark.parametrize(

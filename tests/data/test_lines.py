@@ -19,7 +19,7 @@ def made_up_corpus(monkeypatch):
         [(text, f"c{document:02}", "news") for document in range(30) for text in sentences(200, document)],
         columns=["text", "group", "genre"],
     )
-    monkeypatch.setattr(sys.modules["microtome.data.lines"], "brown_sentences", lambda: table)
+    monkeypatch.setattr(sys.modules["microtome.data.lines"], "brown_sentences", lambda repeated: table)
 
 
 def test_passages_are_whole_sentences_in_order():
@@ -43,8 +43,9 @@ def test_wrapped_lines_are_full(width):
         assert len(line) <= width < len(line) + 1 + len(words[used])  # the next word did not fit
 
 
-def test_a_long_word_stays_whole():
-    assert wrapped("a " + "b" * 30 + " c-d e f g", 15) == "a\n" + "b" * 30
+def test_words_stay_whole():
+    assert wrapped("a " + "b" * 30 + " c d e f g", 15) == "a\n" + "b" * 30
+    assert wrapped("aaaaaaaaaaaa bb-ccccc dddd eeee", 16) == "aaaaaaaaaaaa\nbb-ccccc dddd"
 
 
 @pytest.mark.usefixtures("made_up_corpus")
@@ -58,6 +59,7 @@ def test_widths_are_dealt_evenly_over_documents():
     assert table.groupby("group")["width"].nunique().min() > 5
     longest = table["text"].str.split("\n").map(lambda found: max(map(len, found)))
     assert (longest <= table["width"]).all()
+    assert (longest == table["width"]).any()
     pd.testing.assert_frame_equal(lines(), table)
     assert lines(seed=1)["width"].tolist() != table["width"].tolist()
 

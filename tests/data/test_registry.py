@@ -156,6 +156,7 @@ def test_npm_a_missing_version_gives_the_address_and_the_command(empty_cache):
     with pytest.raises(FileNotFoundError, match=r"some-corpus-1\.0\.tgz did not give it \(HTTP Error 404") as caught:
         fetch(npm_archive(b"words"))
     assert f"With a network, run: curl -fL -o {empty_cache}/archives/some-corpus-1.0.tgz http" in str(caught.value)
+    assert caught.value.__cause__.fp.closed  # the connection
     assert list((empty_cache / "archives").iterdir()) == []
 
 

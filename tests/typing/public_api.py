@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from microtome.capture import Activations, Anatomy, LoadedModel, Site, Span, Tape, capture, dissect, load_model, taps
 from microtome.capture.provenance import Provenance
+from microtome.data import DATA_SETS, Archive, LabelledTexts, data_status, load_data
 from microtome.probes import Sweep, sweep
 
 loaded = load_model("smollm2", device="cpu", dtype=torch.float32)
@@ -21,6 +22,12 @@ assert_type(LoadedModel.from_module(nn.Linear(2, 2).eval(), name="mine"), Loaded
 anatomy = dissect(loaded)
 assert_type(anatomy, Anatomy)
 assert_type(anatomy.layers, int)
+
+data = load_data("toy", texts=10)
+assert_type(data, LabelledTexts)
+assert_type(data.texts, list[str])
+assert_type(data_status("toy").is_cached, bool)
+assert_type(DATA_SETS["toy"].archives, tuple[Archive, ...])
 
 site = Site.parse("z.5.3")
 assert_type(site, Site)
