@@ -37,9 +37,9 @@ def _no_token_labels(_: pd.DataFrame) -> TokenLabels:
 @dataclass(frozen=True)
 class DataSet:
     """One set. says: what it is, in a sentence. rows: how many texts it has. labels: its label columns and what they
-    are, the default one first. token_labels: the same for labels of tokens. group: the column to split by. draws_groups:
-    whether a draw takes whole groups, because each is balanced as a whole. licence: of the texts. tables: the parsed
-    tables that it is made of, none if it is generated. read: gives all texts.
+    are, the default one first. token_labels: the same for labels of tokens. group: the column to split by.
+    draws_groups: whether a draw takes whole groups, because each is balanced as a whole. licence: of the texts. tables:
+    the parsed tables that it is made of, none if it is generated. read: gives all texts.
     read_token_labels: gives the token labels of these texts, as `capture` takes them.
     """
 
@@ -107,11 +107,8 @@ def load_data(name: str, *, texts: int | None = None, seed: int = 0) -> Labelled
     if texts is not None and not 1 <= texts <= len(table):
         raise ValueError(f"texts is {texts}, but {name} has {len(table)}. Give 1 to {len(table)}, or None for all.")
     default = next(iter(data_set.labels))
-    rows = (
-        np.arange(len(table))
-        if texts is None
-        else draw(table[default], texts, seed, groups=table[data_set.group] if data_set.draws_groups else None)
-    )
+    groups = table[data_set.group] if data_set.draws_groups else None
+    rows = np.arange(len(table)) if texts is None else draw(table[default], texts, seed, groups=groups)
     first = ["text", data_set.group, *data_set.labels]
     chosen = table.iloc[rows].reset_index(drop=True)
     chosen = chosen[[*first, *(column for column in table.columns if column not in first)]]

@@ -114,7 +114,6 @@ def test_a_draw_of_many_classes_is_any_rows():
     assert 400 < rows.mean() < 600
 
 
-@pytest.mark.usefixtures("small_set")
 def test_groups_that_are_balanced_come_whole():
     """Blocks of true and false statements: what is drawn is balanced word by word."""
     labels = pd.Series([True, False, True, False] * 50)
@@ -127,6 +126,7 @@ def test_groups_that_are_balanced_come_whole():
     assert not groups[draw(labels, 80, 0)].value_counts().eq(4).all()
 
 
+@pytest.mark.usefixtures("small_set")
 def test_facts_are_json_and_say_what_was_drawn():
     data = load_data("small", texts=30, seed=2)
     facts = json.loads(json.dumps(data.facts))
