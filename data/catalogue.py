@@ -3,9 +3,9 @@
     data = load_data("cities", texts=500)
     capture(model, data.texts, sites, labels=data.labels, token_labels=data.token_labels)
 
-A draw takes texts at random, with as many of both classes where the set's first label is binary; a smaller draw is
-contained in a larger one of the same seed. Rows stay in the set's order.
-Beware: a draw does not keep groups whole; split by the group column all the same.
+A draw takes texts at random (whole blocks of true and false statements), with as many of both classes where the set's
+first label is binary; a smaller draw is contained in a larger one of the same seed. Rows stay in the set's order.
+Beware: a draw may cut groups; split by the group column all the same.
 """
 
 import difflib
@@ -37,8 +37,9 @@ def _no_token_labels(_: pd.DataFrame) -> TokenLabels:
 @dataclass(frozen=True)
 class DataSet:
     """One set. says: what it is, in a sentence. rows: how many texts it has. labels: its label columns and what they
-    are, the default one first. token_labels: the same for labels of tokens. group: the column to split by. licence: of
-    the texts. tables: the parsed tables that it is made of, none if it is generated. read: gives all texts.
+    are, the default one first. token_labels: the same for labels of tokens. group: the column to split by.
+    draws_groups: whether a draw takes whole groups, because each is balanced as a whole. licence: of the texts. tables:
+    the parsed tables that it is made of, none if it is generated. read: gives all texts.
     read_token_labels: gives the token labels of these texts, as `capture` takes them.
     """
 
@@ -52,6 +53,7 @@ class DataSet:
     token_labels: Mapping[str, str] = field(default_factory=dict)
     read_token_labels: Callable[[pd.DataFrame], TokenLabels] = _no_token_labels
     group: str = "group"
+    draws_groups: bool = False
 
     @property
     def archives(self) -> tuple[Archive, ...]:
@@ -105,7 +107,8 @@ def load_data(name: str, *, texts: int | None = None, seed: int = 0) -> Labelled
     if texts is not None and not 1 <= texts <= len(table):
         raise ValueError(f"texts is {texts}, but {name} has {len(table)}. Give 1 to {len(table)}, or None for all.")
     default = next(iter(data_set.labels))
-    rows = np.arange(len(table)) if texts is None else draw(table[default], texts, seed)
+    groups = table[data_set.group] if data_set.draws_groups else None
+    rows = np.arange(len(table)) if texts is None else draw(table[default], texts, seed, groups=groups)
     first = ["text", data_set.group, *data_set.labels]
     chosen = table.iloc[rows].reset_index(drop=True)
     chosen = chosen[[*first, *(column for column in table.columns if column not in first)]]
@@ -123,9 +126,15 @@ def load_data(name: str, *, texts: int | None = None, seed: int = 0) -> Labelled
     return LabelledTexts(name, chosen, data_set.read_token_labels(chosen), facts)
 
 
-def draw(labels: pd.Series, count: int, seed: int) -> np.ndarray:
-    """`count` row numbers, ascending. Of two classes equally many (up to one), as long as there are."""
-    order = np.random.default_rng(seed).permutation(len(labels))
+def draw(labels: pd.Series, count: int, seed: int, *, groups: pd.Series | None = None) -> np.ndarray:
+    """`count` row numbers, ascending. Of two classes equally many (up to one), as long as there are.
+
+    groups: keys of rows that come together, but for the last ones. Rows whose groups hold as many of both classes, such
+    as blocks of true and false statements, then stay balanced word by word; drawn one by one they would not be.
+    """
+    codes = np.arange(len(labels)) if groups is None else pd.factorize(groups)[0]
+    rank = np.random.default_rng(seed).permutation(codes.max() + 1)
+    order = np.argsort(rank[codes], kind="stable")
     if labels.nunique() == 2:
         classes = pd.factorize(labels, sort=True)[0][order]
         place = pd.Series(classes).groupby(classes).cumcount().to_numpy()
@@ -222,6 +231,7 @@ DATA_SETS: dict[str, DataSet] = {
             labels=_TRUE,
             licence="GeoNames, CC BY 4.0; package MIT",
             read=cities,
+            draws_groups=True,
             tables=(CITIES_TABLE,),
         ),
         DataSet(
@@ -231,6 +241,7 @@ DATA_SETS: dict[str, DataSet] = {
             labels=_TRUE | {"relation": "atomic_number, period, block or series"},
             licence="MIT",
             read=elements,
+            draws_groups=True,
             tables=(ELEMENTS_TABLE,),
         ),
         DataSet(

@@ -114,6 +114,18 @@ def test_a_draw_of_many_classes_is_any_rows():
     assert 400 < rows.mean() < 600
 
 
+def test_groups_that_are_balanced_come_whole():
+    """Blocks of true and false statements: what is drawn is balanced word by word."""
+    labels = pd.Series([True, False, True, False] * 50)
+    groups = pd.Series(np.arange(200) // 4)
+    rows = draw(labels, 80, 0, groups=groups)
+    assert groups[rows].value_counts().eq(4).all()
+    assert labels[rows].sum() == 40
+    assert set(draw(labels, 30, 0, groups=groups)) < set(rows)
+    assert np.ptp(rows) > 100
+    assert not groups[draw(labels, 80, 0)].value_counts().eq(4).all()
+
+
 @pytest.mark.usefixtures("small_set")
 def test_facts_are_json_and_say_what_was_drawn():
     data = load_data("small", texts=30, seed=2)
