@@ -14,9 +14,9 @@ one standardised feature carries, which stays clear of interpolation where featu
 Shuffles respect groups: within a fold, groups of equal size exchange their labels, then the rows inside each group do.
 A label that is constant in a group so moves group by group; a true/false pair flips its sign. Exchange stays within a
 fold because folds were stratified by the real labels: across folds, real and shuffled labels would not be alike.
-Groups of one label whose size is rare in their fold (tokens of texts: every length occurs once) exchange with those of
-the nearest sizes: kept to their own size they would keep the real labels, and the shuffle would be none. The number of
-positive groups of a fold then stays what it was, that of positive rows does so roughly.
+Groups of one label whose size is rare in their fold (tokens of texts: every length occurs once) would keep the real
+labels. Where they hold more than a tenth of a fold's rows they exchange with those of the nearest sizes, or the shuffle
+would be none: the number of positive groups then stays what it was, that of positive rows roughly so.
 
 Beware: a group with rows of both labels and a size of its own is shuffled inside alone, so what the group as a whole
 tells of its share of positive rows stays in the shuffles. Fewer than 20 arrangements of the labels are an error, since
@@ -38,7 +38,8 @@ from microtome.probes.metrics import auroc
 
 RIDGE = 1.0
 _FEWEST_ARRANGEMENTS = 20
-_FEWEST_EXCHANGED = 5  # groups of one label that are fewer look for partners of other sizes
+_FEWEST_EXCHANGED = 5  # groups of one label and size that are fewer are rare
+_MOST_RARE = 0.1  # share of a fold's rows in rare groups from which they exchange with other sizes
 _CHUNK_BYTES = 2**23  # scores of one chunk of sites stay near the cache
 
 
@@ -141,22 +142,20 @@ def _exchangeable(
 ) -> tuple[list[Int64[np.ndarray, "group row"]], list[list[np.ndarray]]]:
     """Rows of the groups that may exchange labels: [group, row] tables, one per fold and size, and lists of groups of
     several sizes with one label each."""
-    blocks, mingled = [], []
-    rare: dict[int, list[np.ndarray]] = {}
-    for (fold, _), rows in _by_fold_and_size(groups, test).items():
-        is_rare = len(rows) < _FEWEST_EXCHANGED and bool((positive[rows] == positive[rows[:, :1]]).all())
-        if is_rare:
-            rare.setdefault(fold, []).append(rows)
-        else:
-            blocks.append(rows)
-    for of_fold in rare.values():  # by size, ascending
-        if len(of_fold) == 1:
-            blocks += of_fold
+    tables = _by_fold_and_size(groups, test)
+    mingled = []
+    for fold, of_test in enumerate(test):
+        rare = [
+            key
+            for key, rows in tables.items()
+            if key[0] == fold and len(rows) < _FEWEST_EXCHANGED and (positive[rows] == positive[rows[:, :1]]).all()
+        ]
+        if len(rare) < 2 or sum(tables[key].size for key in rare) <= _MOST_RARE * of_test.sum():
             continue
-        members = [group for rows in of_fold for group in rows]
-        n_parts = max(1, len(members) // _FEWEST_EXCHANGED)
-        bounds = np.linspace(0, len(members), n_parts + 1).astype(int)
+        members = [group for key in rare for group in tables.pop(key)]  # by size, ascending
+        bounds = np.linspace(0, len(members), max(1, len(members) // _FEWEST_EXCHANGED) + 1).astype(int)
         mingled += [members[first:stop] for first, stop in pairwise(bounds)]
+    blocks = list(tables.values())
     return blocks, mingled
 
 

@@ -111,6 +111,12 @@ def test_recorded_facts_are_added_and_replaced(run):
         run.record(seed=4)
 
 
+def test_a_cell_of_a_grid_may_be_a_name(tmp_path):
+    name = "smollm2--cities--resid_post+z.5--at-1"
+    assert Run.create(tmp_path, name, {}).name == name
+    assert [run.name for run in list_runs(tmp_path)] == [name]
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a\\b", ".hidden", "a..b", "a b", "ä", "a\n", "-a"])
 def test_bad_names(tmp_path, run, table, name):
     with pytest.raises(ValueError, match="is no name for a run"):

@@ -26,6 +26,13 @@ def write(frame, path):
     return path
 
 
+def test_a_table_without_a_label_may_keep_columns_with_gaps(tmp_path, frame):
+    path = write(frame.assign(mood=["1", "", "0", "", "1", "0"]), tmp_path / "data.csv")
+    table = read_table(path, text="sentence", label=None, keep=["mood"])
+    assert list(table.columns) == ["text", "mood"]
+    assert table["mood"].tolist() == ["1", "", "0", "", "1", "0"]
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet", ".CSV"])
 def test_three_formats_give_the_same_table(tmp_path, frame, suffix):
     path = tmp_path / f"data{suffix}"

@@ -67,6 +67,14 @@ def test_a_rare_size_exchanges_and_a_frequent_one_keeps_to_itself():
     assert by_group[:, 14].mean() == pytest.approx(2 / 3, abs=0.1)
 
 
+def test_a_few_rows_of_rare_sizes_keep_to_themselves():
+    groups = np.repeat(np.arange(102), np.repeat([1, 3, 4], [100, 1, 1]))
+    positive = (np.arange(102) % 2 == 0)[groups]
+    shuffled = group_permutations(positive, groups, np.ones((1, len(groups)), dtype=bool), permutations=50, seed=0)
+    assert (shuffled[:, 100:] == positive[100:]).all()
+    assert (shuffled[:, :100].sum(axis=1) == 50).all()
+
+
 def test_every_arrangement_is_equally_likely():
     # 6 rows of one fold, 3 positive: 20 arrangements
     positive, groups, test = np.arange(6) < 3, np.arange(6), np.ones((1, 6), dtype=bool)
