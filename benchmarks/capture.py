@@ -6,12 +6,10 @@ Pairs run in turn in one process; the ratio is the median over pairs.
 """
 
 import argparse
-import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
-from ledger import record
+from ledger import paired, record
 
 from microtome.capture import capture, dissect, load_model, taps
 from microtome.capture.batches import MAX_TOKENS, make_batch, plan_batches
@@ -20,26 +18,6 @@ from microtome.capture.texts import encode_texts
 from microtome.data import sentiment
 
 PAIRS = 5
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def paired(one: Callable[[], object], other: Callable[[], object], pairs: int) -> tuple[float, list[float]]:
-    """Median of one / other over pairs run in turn, after one warm-up of each; and all ratios."""
-    one(), other()
-    ratios = []
-    for i in range(pairs):
-        if i % 2:
-            b, a = timed(other), timed(one)
-        else:
-            a, b = timed(one), timed(other)
-        ratios.append(a / b)
-    return median(ratios), [round(r, 3) for r in ratios]
 
 
 def main() -> None:

@@ -1,10 +1,13 @@
-"""One JSON line per claim: printed, and appended to results.jsonl with machine, versions, commit and date."""
+"""Paired timing, and one JSON line per claim: printed, and appended to results.jsonl with where it was measured."""
 
 import json
 import platform
 import subprocess
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 import numpy
 import sklearn
@@ -12,6 +15,26 @@ import torch
 import transformers
 
 RESULTS = Path(__file__).parent / "results.jsonl"
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def paired(one: Callable[[], object], other: Callable[[], object], pairs: int) -> tuple[float, list[float]]:
+    """Median of one / other over pairs run in turn, after one warm-up of each; and all ratios."""
+    one(), other()
+    ratios = []
+    for i in range(pairs):
+        if i % 2:
+            b, a = timed(other), timed(one)
+        else:
+            a, b = timed(one), timed(other)
+        ratios.append(a / b)
+    return median(ratios), [round(ratio, 3) for ratio in ratios]
 
 
 def record(claim: str, ratio: float, bar: str, met: bool | None, baseline: str, detail: str) -> None:

@@ -14,11 +14,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 
 import pandas as pd
 import torch
-from ledger import record
+from ledger import paired, record, timed
 
 from microtome.capture import Store, capture, dissect, load_model
 from microtome.capture.safetensors_file import write_safetensors
@@ -34,26 +33,6 @@ from microtome.data import sentiment
 texts = sentiment(per_domain=int(sys.argv[2]))["text"].tolist()
 capture(load_model("smollm2"), texts, ["resid_post", "z"], "all", store=sys.argv[1], shard_tokens=1000, progress=False)
 """
-
-
-def timed(run) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def paired(one, other, pairs: int) -> tuple[float, list[float]]:
-    """Median of one / other over pairs run in turn, after one warm-up of each; and all ratios."""
-    one(), other()
-    ratios = []
-    for i in range(pairs):
-        if i % 2:
-            b, a = timed(other), timed(one)
-        else:
-            a, b = timed(one), timed(other)
-        ratios.append(a / b)
-    return median(ratios), [round(ratio, 2) for ratio in ratios]
 
 
 def throughput(folder: Path, pairs: int) -> None:
