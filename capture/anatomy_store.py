@@ -31,6 +31,7 @@ from microtome.capture.anatomy import Anatomy, Block, Contribution, HeadColumns,
 from microtome.capture.batches import PaddingRecipe
 from microtome.capture.hashes import text_sha256, write_atomically
 from microtome.capture.hooks import HOOKS
+from microtome.capture.running_model import is_plain, plain
 from microtome.capture.sites import Site
 from microtome.capture.tail import Tail
 from microtome.data.registry import cache_folder
@@ -40,7 +41,6 @@ _CLASSES = {
     for c in (Anatomy, Block, Contribution, HeadColumns, Hop, Identity, PaddingRecipe, Point, Site, Tail, Tap)
 }
 _VERSIONED = ("torch", "transformers", "peft", "microtome")  # their versions or sources are in every key
-_NOT_ITS_MAKE = {*vars(nn.Module()), "name_or_path"}  # torch's own book-keeping, hooks included, and where it lies
 _STANDARD = ("builtins", "abc", "typing")
 
 
@@ -60,8 +60,8 @@ def anatomy_key(model: nn.Module, inputs: Mapping[str, Any] | None) -> str | Non
             return None
         files |= {base.__module__ for base in kinds if base.__module__.startswith("transformers.models")}
         kind = type(module)
-        plain = {k: v for k, v in vars(module).items() if k not in _NOT_ITS_MAKE and _is_plain(v)}
-        modules.append([path, kind.__module__, kind.__qualname__, sorted((k, repr(v)) for k, v in plain.items())])
+        facts = sorted((k, repr(v)) for k, v in plain(module).items())
+        modules.append([path, kind.__module__, kind.__qualname__, facts])
     tensors = [
         [name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type]
         for held in (model.named_parameters(), model.named_buffers())
@@ -138,14 +138,6 @@ def _made(value: Any) -> Any:
     return kind(**fields)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, type))
-
-
 @cache
 def _own_sha256() -> str:
     digest = hashlib.sha256()
@@ -164,7 +156,7 @@ def _code_sha256(file: str) -> str:
             for layer in (function, inspect.unwrap(function) if callable(function) else None):
                 if isinstance(code := getattr(layer, "__code__", None), CodeType):
                     digest.update(f"{name}.{own} {_described(code)}".encode())
-            if _is_plain(held) and not own.startswith("__"):
+            if is_plain(held) and not own.startswith("__"):
                 digest.update(f"{name}.{own}={held!r}".encode())
     return digest.hexdigest()
 

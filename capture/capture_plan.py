@@ -15,20 +15,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 from tqdm.auto import tqdm
 
 from microtome.capture.encoded_text import EncodedTexts
 from microtome.capture.forwards import READY_ROWS
 from microtome.capture.job import CaptureJob
 from microtome.capture.kept_positions import KeptPositions
+from microtome.capture.positions import resolve_positions
 from microtome.capture.precision import floating_dtype
 from microtome.capture.ready_inputs import ReadyInputs
 from microtome.capture.sites import Site
-from microtome.capture.texts import TokenIdsHash
-from microtome.capture.token_labels import token_label_columns
+from microtome.capture.texts import TokenIdsHash, check_of, text_checks
+from microtome.capture.token_labels import kind_of_values, token_label_columns
 
 SHARD_BYTES = 2**28
 SHARD_TOKENS = 2**15
+_PER_TOKEN = ("is_special", "tokens", "token_ids", "token_type_ids", "offsets")
 _CHUNK = 1024  # texts encoded together
 _LONG = 20_000  # texts from which the encoding gets a bar of its own
 
@@ -37,12 +40,14 @@ Layout = dict[Site, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Shard:
-    """Texts `first` up to, not including, `stop`; kept rows (0 where only the run can tell) and tokens."""
+    """Texts `first` up to, not including, `stop`; kept rows and tokens, at most, where texts go on; and a checksum of
+    their token ids, by which texts that change between the plan and the run are noticed."""
 
     first: int
     stop: int
     rows: int
     tokens: int
+    check: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,18 +106,24 @@ def plan_capture(
         return _plan_ready(job, shard_bytes)
     layout = _layout_of(job)
     counts: list[np.ndarray] = []
+    kinds: dict[str, set[str | None]] = {}
     kept_hash, ids_hash, settings, longest = hashlib.sha256(), TokenIdsHash(), {}, 0
     for first, encoded, kept in _chunks(job, whole=shard_bytes is None and shard_tokens is None, progress=progress):
         n_kept = np.bincount(kept.text, minlength=len(encoded.rows))
-        counts.append(np.stack([n_kept, kept.lengths], axis=1))
+        counts.append(np.stack([n_kept, kept.lengths, text_checks(encoded.rows)], axis=1))
         longest = max(longest, *encoded.lengths)
         ids_hash.add(encoded.rows)
         for array in (kept.text + first, kept.position, kept.size, kept.span, kept.tokens):
             kept_hash.update(np.ascontiguousarray(array, dtype=np.int64))
+        kept_hash.update(json.dumps([row.text for row in encoded.rows]).encode())  # other strings may have the same ids
         for name, column in token_label_columns(job.token_labels, encoded.rows, kept, first_row=first).items():
-            kept_hash.update((name + json.dumps(column.tolist(), default=str)).encode())
+            kept_hash.update((name + json.dumps(column.tolist(), default=repr)).encode())
+            kinds.setdefault(name, set()).add(kind_of_values(None if pd.isna(v) else v for v in column.tolist()))
         n_truncated = settings.get("n_truncated", 0) + encoded.provenance["n_truncated"]
         settings = encoded.provenance | {"n_truncated": n_truncated}
+    for name, found in kinds.items():
+        if len(found - {None}) > 1:
+            raise TypeError(f"token_labels[{name!r}] holds {' and '.join(sorted(found - {None}))}; give it one type.")
     texts = settings | {"n_texts": job.n_texts, "token_ids_sha256": ids_hash.hexdigest()}
     layout = {site: (dtype, _to_longest(site, inner, longest)) for site, (dtype, inner) in layout.items()}
     row_bytes = sum(dtype.itemsize * int(np.prod(inner)) for dtype, inner in layout.values())
@@ -135,7 +146,7 @@ def _chunks(job: CaptureJob, *, whole: bool, progress: bool) -> Iterator[tuple[i
 def _divide(counts: np.ndarray, most_rows: int | None, most_tokens: int | None) -> tuple[Shard, ...]:
     """Consecutive texts to shards: a shard ends before either limit, and never without a row or within a text."""
     ends, rows, tokens = [], 0, 0
-    for text, (n_kept, length) in enumerate(counts.tolist()):
+    for text, (n_kept, length, _) in enumerate(counts.tolist()):
         over = (most_rows is not None and rows + n_kept > most_rows) or (
             most_tokens is not None and tokens + length > most_tokens
         )
@@ -144,12 +155,17 @@ def _divide(counts: np.ndarray, most_rows: int | None, most_tokens: int | None) 
             rows = tokens = 0
         rows, tokens = rows + n_kept, tokens + length
     bounds = [0, *ends, len(counts)]
-    return tuple(Shard(first, stop, *(int(n) for n in counts[first:stop].sum(0))) for first, stop in pairwise(bounds))
+    return tuple(
+        Shard(first, stop, *(int(n) for n in counts[first:stop, :2].sum(0)), check_of(counts[first:stop, 2]))
+        for first, stop in pairwise(bounds)
+    )
 
 
 def _layout_of(job: CaptureJob) -> Layout:
     """Dtype and inner axes of every site, from the anatomy; pattern rows get the length of the longest text later."""
     forwards = job.forwards
+    if forwards.dtype is None and not _is_of_one_dtype(forwards.module):
+        return _layout_by_running(job)
     dtype = forwards.dtype or floating_dtype(forwards.module)
     layout = {}
     for site in forwards.sites:
@@ -157,6 +173,22 @@ def _layout_of(job: CaptureJob) -> Layout:
         heads = () if tap.head_count is None or site.head is not None else (tap.head_count,)
         layout[site] = dtype, (*heads, tap.width)
     return layout
+
+
+def _is_of_one_dtype(module: nn.Module) -> bool:
+    """Whether it computes in float32 throughout: models of half precision keep some sites wider."""
+    return {p.dtype for p in module.parameters() if p.is_floating_point()} <= {torch.float32}
+
+
+def _layout_by_running(job: CaptureJob) -> Layout:
+    """Dtype and inner axes from the first few tokens of the first text, without the caller's edits."""
+    row = job.source.encode(0, 1).rows[0]
+    cut = {name: value if (value := getattr(row, name)) is None else value[:4] for name in _PER_TOKEN}
+    text = replace(row, length=min(row.length, 4), **cut)
+    kept = resolve_positions("first", [text])
+    plain = replace(job.forwards, edits={})
+    values = plain.texts([text], kept, longest=text.length, name_row=lambda row: "the first text")
+    return {site: (value.dtype, tuple(value.shape[1:])) for site, value in values.items()}
 
 
 def _to_longest(site: Site, inner: tuple[int, ...], longest: int) -> tuple[int, ...]:
@@ -187,14 +219,3 @@ def _plan_ready(job: CaptureJob, shard_bytes: int | None) -> CapturePlan:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     digest.update(json.dumps(job.positions, default=str).encode())
     return CapturePlan(shards, layout, None, inputs.provenance, digest.hexdigest(), "input")
-
-
-def labels_sha256(labels: pd.DataFrame | None) -> str | None:
-    """SHA-256 of names and values of the labels per text, a few thousand rows at a time; None without labels."""
-    if labels is None:
-        return None
-    digest = hashlib.sha256()
-    for first in range(0, max(1, len(labels)), 4096):
-        part = labels.iloc[first : first + 4096].to_csv(index=False, header=first == 0, lineterminator="\n")
-        digest.update(part.encode())
-    return digest.hexdigest()

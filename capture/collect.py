@@ -7,7 +7,6 @@ shard at a time: such a capture may be larger than memory and be killed at any m
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,16 +24,16 @@ from microtome.capture.forward_arguments import input_device
 from microtome.capture.forwards import Forwards
 from microtome.capture.generated import Generation
 from microtome.capture.job import CaptureJob
+from microtome.capture.label_table import label_table
 from microtome.capture.limits import pad_id
 from microtome.capture.models import LoadedModel
 from microtome.capture.positions import require_one_each
-from microtome.capture.precision import floating_dtype
 from microtome.capture.ready_inputs import ReadyInputs
 from microtome.capture.sites import Site
 from microtome.capture.store_writer import write_store
 from microtome.capture.tap_plan import Edit, EditFunction, SiteName
 from microtome.capture.text_source import text_source
-from microtome.capture.token_labels import ROW_COLUMNS, TokenLabels, check_token_labels
+from microtome.capture.token_labels import TokenLabels, checked_token_labels
 
 
 @torch.inference_mode(False)  # what is kept could otherwise never be part of a graph
@@ -120,10 +119,8 @@ def capture(
         add_generation_prompt=add_generation_prompt,
     )
     if store is not None:
-        dtype = job.forwards.dtype or floating_dtype(job.forwards.module)  # one for all shards
-        job = replace(job, forwards=replace(job.forwards, dtype=dtype))
         plan = plan_capture(job, shard_bytes=shard_bytes, shard_tokens=shard_tokens, progress=progress)
-        return write_store(Path(store), job, plan, progress=progress)
+        return write_store(_store_path(store), job, plan, progress=progress)
     return _in_memory(job, progress)
 
 
@@ -141,8 +138,11 @@ def estimate_capture(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     max_tokens: int = MAX_TOKENS,
+    generate: Generation | None = None,
 ) -> Estimate:
-    """What `capture` of the same arguments would take: rows and bytes exactly, seconds from a calibration batch.
+    """What `capture` of these arguments would take: rows and bytes exactly, seconds from a calibration batch.
+
+    With `generate` rows, tokens and bytes are the most there can be. A generator of texts is used up by it.
 
     Raises what `capture` raises for its arguments.
     """
@@ -152,6 +152,7 @@ def estimate_capture(
         sites,
         positions,
         include_special,
+        generation=generate,
         device=torch.device(device),
         dtype=dtype,
         max_tokens=max_tokens,
@@ -172,7 +173,15 @@ def _in_memory(job: CaptureJob, progress: bool) -> Activations:
         print(f"capture: {estimate}.", file=sys.stderr)
     with tqdm(total=plan.tokens, unit=plan.unit, desc="capture", disable=not progress) as bar:
         table, tensors = job.run(0, job.n_texts, longest=plan.longest, advance=bar.update)
+    job.require_rows(len(table))
     return Activations(table, tensors, job.provenance(plan.texts))
+
+
+def _store_path(store: str | Path) -> Path:
+    """The folder of a store; a leading ~ is the home folder. Raises ValueError for an empty name."""
+    if not str(store).strip():
+        raise ValueError("store is an empty name; give a folder, such as store='runs/activations'.")
+    return Path(store).expanduser()
 
 
 def _job(
@@ -203,11 +212,13 @@ def _job(
             "model inputs as a mapping with input_ids, attention_mask and decoder_input_ids."
         )
     n_texts = source.n_rows if is_ready else len(source)
-    labels = None if labels is None else _label_table(labels, n_texts)
-    check_token_labels(token_labels, n_texts=n_texts, taken=[] if labels is None else list(labels))
+    labels = None if labels is None else label_table(labels, n_texts)
+    token_labels = checked_token_labels(token_labels, n_texts=n_texts, taken=[] if labels is None else list(labels))
     if token_labels and is_ready:
         raise ValueError("token_labels are for texts; images and sounds have no tokens of words. Pass labels=.")
+    positions = positions.tolist() if hasattr(positions, "tolist") else positions  # arrays, tensors, Series
     if isinstance(positions, Sequence) and not isinstance(positions, str | tuple):
+        positions = list(positions)
         require_one_each(positions, n_texts)
     anatomy = dissect(module, inputs=_two_rows(source, module) if is_ready else None)
     wanted = anatomy.expand(sites)
@@ -243,18 +254,6 @@ def _check_generation(
         raise ValueError("token_labels and generate= do not go together: what is written has no labels beforehand.")
     if taken := {"is_generated", "completion"} & set(labels if labels is not None else ()):
         raise ValueError(f"labels has a column {taken.pop()!r}, which generate= adds itself. Give it another name.")
-
-
-def _label_table(labels: Mapping[str, Sequence] | pd.DataFrame, n_texts: int) -> pd.DataFrame:
-    """Labels as a table with one row per text."""
-    for name in labels:
-        if name in ROW_COLUMNS:
-            raise ValueError(f"labels has a column {name!r}, which the row table has itself. Give it another name.")
-        if len(labels[name]) != n_texts:
-            raise ValueError(
-                f"labels[{name!r}] has {len(labels[name])} entries for {n_texts} texts; one per text is expected."
-            )
-    return pd.DataFrame({name: pd.Series(labels[name]).reset_index(drop=True) for name in labels})
 
 
 def _check_settings(module: nn.Module, sites: Any, labels: Any, dtype: torch.dtype | None) -> None:

@@ -6,7 +6,9 @@ end-of-text token and what a batch still writes after it are left out.
 Proof: equal to one forward of the whole sequence (tests/capture/test_generated.py).
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +22,17 @@ from microtome.capture.batches import Batch, PaddingRecipe, make_batch, plan_bat
 from microtome.capture.encoded_text import EncodedText
 from microtome.capture.forwards import Forwards
 from microtome.capture.kept_positions import KeptPositions
+from microtome.capture.limits import length_limit
 from microtome.capture.padding import limit_for
 from microtome.capture.positions import resolve_positions
+from microtome.capture.precision import precision
 from microtome.capture.sites import Site
 from microtome.capture.tap_plan import Read
 from microtome.capture.taps import taps
 
+STEP_LIMIT = 1e-3  # 65 families at hand stay below 8e-4, most below 1e-6; models whose cache misleads are over 1
+ROUNDED_STEP_LIMIT = 0.1  # half precision: near ties of many steps
+_CHECKED_BATCHES = 2  # the second meets what the first left behind
 POLICIES = ("last", "first", "mean", "all", "prompt", "generated")
 
 
@@ -37,7 +44,8 @@ class Generation:
         max_new_tokens: tokens per text at most; fewer where the model ends the text.
         do_sample: draw tokens; without it the likeliest one is taken.
         temperature, top_p, top_k: of the draw.
-        seed: of the draw. Equal batches of equal seed draw the same; batches differ with `max_tokens`.
+        seed: of the draw. Each batch draws from a hash of the seed and of its first text, so seeds are independent;
+            what is drawn depends on the batches, and they on `max_tokens`.
     """
 
     max_new_tokens: int
@@ -48,6 +56,10 @@ class Generation:
     seed: int = 0
 
     def __post_init__(self):
+        for name in ("max_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (isinstance(value, int) or (name == "top_k" and value is None)):
+                raise TypeError(f"{name}={value!r} ({type(value).__name__}): give a whole number.")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: give at least 1.")
         if not self.do_sample and (self.temperature, self.top_p, self.top_k) != (1.0, 1.0, None):
@@ -116,10 +128,13 @@ def generate_rows(
     """
     whole: list[EncodedText] = list(rows)
     held: list[tuple[list[int], dict[Site, Tensor]]] = []
-    ends = _end_ids(forwards.module)
-    for row_ids in _batches(forwards, generation, rows):
+    ends = end_ids(forwards.module)
+    _require_room(forwards.module, generation, rows, first_row)
+    for number, row_ids in enumerate(_batches(forwards, generation, rows)):
         batch = make_batch(rows, row_ids, pad_id=forwards.pad, recipe=PaddingRecipe("left"), device=forwards.home)
-        ids, values = _run(forwards, generation, batch, only_generated, seed=generation.seed + first_row + min(row_ids))
+        ids, values = _run(
+            forwards, generation, batch, only_generated, seed=_seed(generation.seed, first_row + min(row_ids))
+        )
         width = batch.attention_mask.shape[1]
         read = ids.shape[1] - 1  # tokens that a step has read
         real = torch.cat([batch.attention_mask, batch.attention_mask.new_zeros(len(row_ids), read - width)], 1)
@@ -127,6 +142,9 @@ def generate_rows(
             fresh = _before_end(ids[place, width:].tolist(), ends)[: read - width]
             whole[row] = continued(rows[row], fresh, [decode([token]) for token in fresh])
             real[place, width : width + len(fresh)] = 1
+        if number < _CHECKED_BATCHES and not forwards.edits:
+            place = int(real.sum(1).argmax())
+            _require_same_as_forward(forwards, whole[row_ids[place]], real[place], values, place, only_generated)
         kept = keep([whole[row] for row in row_ids], row_ids)
         places = kept.in_batch(range(len(row_ids)), real)
         if only_generated:
@@ -145,11 +163,50 @@ def generate_rows(
     return whole, kept, _in_order(held, kept)
 
 
+def _require_room(module: nn.Module, generation: Generation, rows: Sequence[EncodedText], first_row: int) -> None:
+    """Raise ValueError for a prompt that leaves no room for what is to be written."""
+    limit = length_limit(module, None)
+    for row, text in enumerate(rows):
+        if limit is not None and text.length + generation.max_new_tokens > limit:
+            raise ValueError(
+                f"row {first_row + row} has {text.length} tokens; with max_new_tokens={generation.max_new_tokens} that "
+                f"is over the model's {limit}. Shorten it, or let fewer be written."
+            )
+
+
+def _require_same_as_forward(
+    forwards: Forwards, row: EncodedText, real: Tensor, values: dict[Site, Tensor], place: int, only_generated: bool
+) -> None:
+    """Steps with a cache are those of one forward of the whole text, on one text of a batch, or the model is refused.
+
+    Raises ValueError: the cache of another text acts on this one, or steps see otherwise than a forward does.
+    """
+    at = real.nonzero()[:, 0]
+    n_missing = len(real) - next(iter(values.values())).shape[1]  # positions of the prompt that were not held
+    at = at[at >= n_missing]
+    if not len(at):
+        return
+    ids = row.token_ids[None].to(forwards.home)
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad(), taps(forwards.module, list(forwards.sites), anatomy=forwards.anatomy) as tape:
+        forwards.module(**arguments, **forwards.options)
+    limit = STEP_LIMIT if precision(forwards.module) == "full" else ROUNDED_STEP_LIMIT
+    for site, value in values.items():
+        stepped, at_once = value[place, at - n_missing].flatten(1).float(), tape[site][0, -len(at) :].flatten(1).float()
+        error = float(((stepped - at_once).norm(dim=1) / at_once.norm(dim=1).clamp(min=1e-6)).max())
+        if error > limit:
+            raise ValueError(
+                f"{site}: what {type(forwards.module).__name__} computes step by step differs from one forward of the "
+                f"whole text by {error:.2g} of its size (limit {limit:g}), so it is not said which is meant. Let it "
+                "write first, then capture the whole texts."
+            )
+
+
 def _run(
     forwards: Forwards, generation: Generation, batch: Batch, only_generated: bool, *, seed: int
 ) -> tuple[Int[Tensor, "batch token"], dict[Site, Tensor]]:
     """One batch through `generate`: prompt and new tokens, and every site's values at the positions that were read."""
-    ends = _end_ids(forwards.module)
+    ends = end_ids(forwards.module)
     draw = {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": generation.top_k or 0}
     settings = GenerationConfig(
         max_new_tokens=generation.max_new_tokens + 1,
@@ -167,10 +224,26 @@ def _run(
         taps(forwards.module, reads, forwards.edits, anatomy=forwards.anatomy) as tape,
     ):
         torch.manual_seed(seed)
-        ids = forwards.module.generate(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, generation_config=settings
-        )
+        with _only_these(forwards.module, settings):
+            ids = forwards.module.generate(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask, generation_config=settings
+            )
     return ids, {site: torch.cat(tape.all(site), dim=1) for site in forwards.sites}
+
+
+@contextmanager
+def _only_these(module: nn.Module, settings: GenerationConfig) -> Iterator[None]:
+    """Settings that the checkpoint ships (a penalty, beams, forbidden words) do not fill what ours leave open."""
+    shipped = module.generation_config
+    module.generation_config = settings
+    try:
+        yield
+    finally:
+        module.generation_config = shipped
+
+
+def _seed(seed: int, row: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {row}".encode()).digest()[:8], "little") >> 1
 
 
 class _Step:
@@ -205,8 +278,8 @@ def _batches(forwards: Forwards, generation: Generation, rows: Sequence[EncodedT
     return plans
 
 
-def _end_ids(module: nn.Module) -> list[int]:
-    """Ids that end a text."""
+def end_ids(module: nn.Module) -> list[int]:
+    """Ids that end a text, by the model's generation settings or its configuration."""
     ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
     ends = getattr(module.config, "eos_token_id", None) if ends is None else ends
     return [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [int(ends)]

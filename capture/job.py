@@ -18,6 +18,7 @@ from microtome.capture.positions import KEEPS_NOTHING, resolve_positions
 from microtome.capture.ready_inputs import ReadyInputs
 from microtome.capture.sites import Site
 from microtome.capture.text_source import TextSource
+from microtome.capture.texts import check_of, text_checks
 from microtome.capture.token_labels import TokenLabels, token_label_columns
 
 
@@ -31,7 +32,7 @@ class CaptureJob:
         source: texts, or inputs that are ready.
         positions, include_special: which of their positions are kept.
         labels: one row per text, or None.
-        token_labels: as `token_labels` describes them, or None.
+        token_labels: as `token_labels` describes them; empty without any.
         generation: how texts go on, or None where they do not.
     """
 
@@ -41,7 +42,7 @@ class CaptureJob:
     positions: Any
     include_special: bool
     labels: pd.DataFrame | None
-    token_labels: TokenLabels | None
+    token_labels: TokenLabels
     generation: Generation | None = None
 
     @property
@@ -62,8 +63,7 @@ class CaptureJob:
 
     def _wanted(self, first: int, stop: int) -> Any:
         """Positions of some of the texts."""
-        wanted = self.positions.tolist() if hasattr(self.positions, "tolist") else self.positions
-        return wanted[first:stop] if isinstance(wanted, list) else wanted
+        return self.positions[first:stop] if isinstance(self.positions, list) else self.positions
 
     def _kept_of_generated(
         self, wanted: Any, rows: Sequence[EncodedText], n_prompt: Sequence[int], first: int
@@ -83,8 +83,16 @@ class CaptureJob:
         codes, known = pd.factorize(np.array(strings, dtype=object))
         table[name] = pd.Categorical.from_codes(codes[whole], categories=pd.Index(known, dtype="str"))
         table["text"] = whole + first
-        table = self._with_labels(table)
-        return table.assign(**token_label_columns(self.token_labels, encoded.rows, kept, first_row=first))
+        self._add_labels(table)
+        for name, column in token_label_columns(self.token_labels, encoded.rows, kept, first_row=first).items():
+            table[name] = column
+        return table
+
+    def has_same_texts(self, shard: Any) -> bool:
+        """Whether the texts of a planned shard still are those that were planned; inputs in memory always are."""
+        if shard.check is None:
+            return True
+        return check_of(text_checks(self.source.encode(shard.first, shard.stop).rows)) == shard.check
 
     def run(
         self, first: int, stop: int, *, longest: int | None, advance: Callable[[int], object]
@@ -155,14 +163,15 @@ class CaptureJob:
             for site, value in tensors.items():
                 values[site].append(value)
             advance(len(row_ids))
-        table = self._with_labels(pd.concat(tables, ignore_index=True))
+        table = pd.concat(tables, ignore_index=True)
+        self._add_labels(table)
         return table, {site: _joined(site, parts) for site, parts in values.items()}
 
-    def _with_labels(self, table: pd.DataFrame) -> pd.DataFrame:
-        if self.labels is None:
-            return table
+    def _add_labels(self, table: pd.DataFrame) -> None:
+        """Each row gets the labels of its text, in the types they came in."""
         chosen = table["text"].to_numpy()
-        return table.assign(**{name: self.labels[name].to_numpy()[chosen] for name in self.labels})
+        for name in self.labels if self.labels is not None else ():
+            table[name] = self.labels[name].take(chosen).reset_index(drop=True)
 
     def provenance(self, texts: dict[str, Any]) -> dict[str, Any]:
         """Where the rows come from, of JSON types only; `texts` says how they were encoded."""
@@ -172,7 +181,7 @@ class CaptureJob:
             "texts": texts,
             "positions": self.positions if isinstance(self.positions, str | int) else type(self.positions).__name__,
             "include_special": self.include_special,
-            "token_labels": {name: _described(given) for name, given in (self.token_labels or {}).items()},
+            "token_labels": {name: _described(given) for name, given in self.token_labels.items()},
             "generation": None if self.generation is None else asdict(self.generation),
             "edits": sorted(str(Site.parse(name)) for name in self.forwards.edits),
             "padding": None if padding is None else vars(padding),
@@ -182,6 +191,11 @@ class CaptureJob:
 
     def require_rows(self, n_kept: int) -> None:
         """Raise ValueError where nothing at all is kept."""
+        if n_kept == 0 and self.generation is not None:
+            raise ValueError(
+                "The model ended every text before it wrote a token at these positions, so nothing is kept. Keep the "
+                "prompt as well."
+            )
         if n_kept == 0:
             raise ValueError(KEEPS_NOTHING)
 

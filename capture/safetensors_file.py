@@ -88,7 +88,7 @@ def read_rows(path: Path, name: str, out: Tensor) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         status = os.fstat(descriptor)
-        entries, begin = _entries(path, status.st_size, status.st_mtime_ns)
+        entries, begin = _entries(path, status.st_ino, status.st_size, status.st_mtime_ns)
         found = entries.get(name)
         if found is None or (found["dtype"], found["shape"]) != (DTYPE_NAMES[out.dtype], list(out.shape)):
             raise ValueError(f"{path} is damaged: {name} is {found}, expected {out.dtype} {tuple(out.shape)}.")
@@ -105,8 +105,8 @@ def read_rows(path: Path, name: str, out: Tensor) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _entries(path: Path, size: int, mtime_ns: int) -> tuple[dict, int]:
-    """The header of a file as it is now (size and time are its name for the cache), and where its data begins."""
+def _entries(path: Path, inode: int, size: int, mtime_ns: int) -> tuple[dict, int]:
+    """The header of a file as it is now (inode, size and time tell it from others), and where its data begins."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > size:

@@ -134,11 +134,16 @@ class Store(Activations):
         if first_of.picked is not None:
             bounds = (*range(0, self.n_rows, max(1, int(np.diff(bounds).max()))), self.n_rows)
         for number, (first, stop) in enumerate(pairwise(bounds)):
+            if first == stop:  # a shard whose texts the model ended at once
+                continue
             if first_of.picked is None and "rows" not in self.__dict__:  # that shard's own table, not all of them
                 rows = _row_table(self.path, self._records[number : number + 1])
             else:
                 rows = self.rows.iloc[first:stop].reset_index(drop=True)
-            tensors = {site: tensor[first:stop].load() for site, tensor in self.tensors.items()}
+            if first_of.picked is None:
+                tensors = {site: tensor.shard_rows(first, stop) for site, tensor in self.tensors.items()}
+            else:
+                tensors = {site: tensor[first:stop].load() for site, tensor in self.tensors.items()}
             yield Activations(rows, tensors, self.provenance)
 
     def __repr__(self) -> str:

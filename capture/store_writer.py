@@ -4,7 +4,6 @@ One process writes at a time (a file lock, which goes with the process). A shard
 places, renamed into them, and counted by one line in the log, in this order, each on the disk before the next.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -16,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
-import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from microtome.capture.capture_plan import CapturePlan, Layout, labels_sha256
+from microtome.capture.capture_plan import CapturePlan, Layout
 from microtome.capture.estimate import estimate_job
 from microtome.capture.job import CaptureJob
 from microtome.capture.safetensors_file import FileFacts, write_safetensors
@@ -47,7 +44,7 @@ from microtome.capture.store_files import (
     write_rows,
     writing,
 )
-from microtome.data.provenance import environment
+from microtome.capture.store_request import environment_of, request_of, require_same
 from microtome.data.spoken import spoken_bytes
 
 _ROOM = 2**20  # bytes beside the values: tables, manifest
@@ -66,7 +63,16 @@ def write_store(path: Path, job: CaptureJob, plan: CapturePlan, *, progress: boo
     """
     path = path.resolve()
     request = request_of(job, plan)
-    if path.exists() and not is_store(path):
+    if is_store(path):
+        require_same(path, read_manifest(path)["request"], request)
+        if job.forwards.edits and read_log(path):
+            raise ValueError(
+                f"{path} was made with edits, which are functions and cannot be compared with today's. Read it with "
+                "Store.open, or capture to another folder."
+            )
+        if len(_whole_shards(path)) == len(plan.shards):
+            return Store.open(path)
+    elif path.exists():
         _require_unused(path)
     with ExitStack() as lock:
         with _saying_what_failed(path):
@@ -75,7 +81,12 @@ def write_store(path: Path, job: CaptureJob, plan: CapturePlan, *, progress: boo
             manifest, records = _begun(path, job, plan, request)
         if missing := [number for number in range(len(plan.shards)) if number not in records]:
             _capture(path, job, plan, manifest, missing, progress)
+    job.require_rows(sum(record.rows for record in read_log(path).values()))
     return Store.open(path)
+
+
+def _whole_shards(path: Path) -> dict[int, ShardRecord]:
+    return {number: record for number, record in read_log(path).items() if amiss(path, record) is None}
 
 
 def _require_unused(path: Path) -> None:
@@ -88,46 +99,9 @@ def _require_unused(path: Path) -> None:
     if path.is_dir() and (path / MANIFEST).exists():
         read_manifest(path)
     begun = (LOCK, WRITER, LOG)
-    if not path.is_dir() or any(f.name not in begun and not f.name.endswith(".part") for f in path.iterdir()):
+    is_other = not path.is_dir() or any(f.name not in begun and not f.name.endswith(".part") for f in path.iterdir())
+    if is_other and not is_store(path):  # another process may have begun it since
         raise FileExistsError(f"{path} is there and holds no store, so it is left alone. Give another folder.")
-
-
-def request_of(job: CaptureJob, plan: CapturePlan) -> dict[str, Any]:
-    """What two captures must have in common to be parts of one store."""
-    model = job.loaded.provenance
-    return {
-        "weights": model.weight_sha256,
-        "model class": model.model_class,
-        "model dtype": model.dtype,
-        "tokenizer": model.tokenizer_sha256,
-        "texts": plan.texts,
-        "positions and token labels": plan.kept_sha256,
-        "labels": labels_sha256(job.labels),
-        "columns": sorted([*(job.labels if job.labels is not None else ()), *(job.token_labels or ())]),
-        "sites": [str(site) for site in plan.layout],
-        "dtype": [str(dtype)[6:] for dtype, _ in plan.layout.values()],
-        "generation": None if job.generation is None else asdict(job.generation),
-        "edited sites": sorted(str(Site.parse(name)) for name in job.forwards.edits),
-        "shards": [[shard.first, shard.stop] for shard in plan.shards],
-    }
-
-
-def environment_of(job: CaptureJob) -> dict[str, Any]:
-    """What may change the last bits of a shard: hardware, threads, batches, versions."""
-    facts = environment()
-    return {
-        "processor": facts["processor"],
-        "accelerator": facts["accelerator"],
-        "device": str(job.forwards.home),
-        "torch_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "microtome": facts["commit"] or facts["packages"].get("microtome"),
-        "attention": job.loaded.provenance.attention,
-        "max_tokens": job.forwards.max_tokens,
-        "padding": None if job.forwards.anatomy.padding is None else vars(job.forwards.anatomy.padding),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-    }
 
 
 def _begun(
@@ -137,14 +111,9 @@ def _begun(
     if not is_store(path):
         rewrite_log(path, [])
         write_manifest(path, _manifest(job, plan, request))
-    manifest, records = read_manifest(path), read_log(path)
-    _require_same(path, manifest["request"], request)
-    whole = {number: record for number, record in records.items() if amiss(path, record) is None}
-    if job.forwards.edits and len(whole) < len(plan.shards) and whole:
-        raise ValueError(
-            f"{path} was begun with edits, which are functions and cannot be compared with today's, so it cannot go "
-            "on. Capture to another folder."
-        )
+    manifest = read_manifest(path)
+    require_same(path, manifest["request"], request)
+    whole = _whole_shards(path)
     rewrite_log(path, whole.values())  # also ends a last line that was cut off
     return manifest, whole
 
@@ -165,21 +134,6 @@ def _manifest(job: CaptureJob, plan: CapturePlan, request: dict[str, Any]) -> di
         "differences": {},
         "provenance": job.provenance(plan.texts),
     }
-
-
-def _require_same(path: Path, held: dict[str, Any], wanted: dict[str, Any]) -> None:
-    differing = [name for name in wanted if held.get(name) != wanted[name]]
-    if not differing:
-        return
-    said = "; ".join(f"{name}: {_brief(held.get(name))} there, {_brief(wanted[name])} now" for name in differing[:4])
-    raise ValueError(
-        f"{path} holds another capture ({said}). Nothing was changed. Give another folder, or remove that one."
-    )
-
-
-def _brief(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:40]}...{text[-12:]}"
 
 
 def _capture(
@@ -216,12 +170,24 @@ def _capture_shard(
     """Run a shard's texts, write its files, count it. A function of its own, so that no two shards are in memory."""
     started = time.perf_counter()
     part = plan.shards[number]
-    table, tensors = job.run(part.first, part.stop, longest=plan.longest, advance=advance)
+    tokens = 0
+
+    def count(n: int) -> None:
+        nonlocal tokens
+        tokens += n
+        advance(n)
+
+    if not job.has_same_texts(part):
+        raise ValueError(
+            f"Texts {part.first} to {part.stop - 1} are not those that were planned: they changed while the capture "
+            "ran. Whole shards stay; give texts that are the same whenever they are asked for."
+        )
+    table, tensors = job.run(part.first, part.stop, longest=plan.longest, advance=count)
     with _saying_what_failed(path):
         values, rows = _write_shard(path, number, table, tensors, plan.layout)
         seconds = round(time.perf_counter() - started, 3)
         facts = (values.bytes, values.sha256, rows.bytes, rows.sha256, environment, seconds, now())
-        append_log(path, ShardRecord(number, len(table), part.tokens, *facts))
+        append_log(path, ShardRecord(number, len(table), tokens, *facts))
 
 
 def _environment_number(path: Path, manifest: dict[str, Any], facts: dict[str, Any]) -> int:
@@ -274,6 +240,6 @@ def _saying_what_failed(path: Path) -> Iterator[None]:
             raise
         raise type(error)(
             error.errno,
-            f"{error.strerror}: {path} could not be written. Make room or give a folder that can be written to; whole "
+            f"{error.strerror}: {path} could not be written. Make room, or give a folder that can be written to; whole "
             "shards stay, and the same call goes on from there",
         ) from error

@@ -1,8 +1,7 @@
 """A site's rows in the shards of a store: shape and dtype at once, values when they are asked for.
 
 Selections (`tensor[:, head]`, `tensor[rows]`) stay on disk; `load()` reads what they leave. Whole shards are read into
-place, single rows and heads through a map of the file, so that only their pages are read; what lies in one shard as a
-whole is mapped and not even copied.
+place, single rows and heads through a map of the file, so that only their pages are read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -88,14 +87,12 @@ class StoredTensor:
         return replace(self, picked=chosen if self.picked is None else self.picked[chosen])
 
     def load(self) -> Tensor:
-        """The values. Mapped where one shard holds them all, else copied shard by shard.
+        """The values, in memory of their own: what happens to the files later does not reach them.
 
         Raises:
             FileNotFoundError: a shard went away since the store was opened.
             ValueError: a shard is damaged.
         """
-        if self.picked is None and len(self.files) == 1:
-            return self._of_head(self._shard(0))
         out = torch.empty(self.shape, dtype=self.dtype)
         if self.picked is None:
             for number, (first, stop) in enumerate(pairwise(self.starts)):
@@ -114,12 +111,18 @@ class StoredTensor:
     def parts(self) -> Iterator[Tensor]:
         """The values in consecutive pieces, a shard's rows at most in each."""
         if self.picked is None:
-            for number in range(len(self.files)):
-                yield self._of_head(self._shard(number))
+            for first, stop in pairwise(self.starts):
+                if stop > first:
+                    yield self.shard_rows(first, stop)
             return
         largest = max(1, int(np.diff(self.starts).max()))
         for first in range(0, len(self), largest):
             yield self[first : first + largest].load()
+
+    def shard_rows(self, first: int, stop: int) -> Tensor:
+        """All rows of the shard that holds rows `first` up to, not including, `stop`."""
+        number = list(pairwise(self.starts)).index((first, stop))
+        return replace(self, files=(self.files[number],), starts=(0, stop - first)).load()
 
     def _of_head(self, values: Tensor) -> Tensor:
         return values if self.head is None else values[:, self.head]

@@ -11,11 +11,13 @@ of a text, `"right"` its end; special tokens that the tokenizer adds around a st
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 from jinja2 import TemplateError
 from torch import nn
 
@@ -118,6 +120,16 @@ class TokenIdsHash:
         whole = self._digest.copy()
         whole.update(b"]" if self._opening == ", " else b"[]")
         return whole.hexdigest()
+
+
+def text_checks(rows: Sequence[EncodedText]) -> Int64[np.ndarray, " text"]:
+    """A checksum (CRC-32) of each text's token ids."""
+    return np.array([zlib.crc32(row.token_ids.numpy().tobytes()) for row in rows], dtype=np.int64)
+
+
+def check_of(checks: Int64[np.ndarray, " text"]) -> int:
+    """One checksum of several texts'."""
+    return zlib.crc32(np.ascontiguousarray(checks).tobytes())
 
 
 def _render(conversations: list, tokenizer, add_generation_prompt: bool, first_row: int) -> list[str]:

@@ -1,5 +1,6 @@
 """Activations kept during generate are those of one forward over prompt and continuation."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +104,98 @@ def test_samples_are_drawn_from_the_seed_alone(model) -> None:
     assert tokens(0) != tokens(1)
 
 
+def test_draws_of_other_seeds_are_other_draws(tiny, word_tokenizer) -> None:
+    """Text k + 1 under seed 0 must not draw what text k draws under seed 1: repeats would pass for independent ones."""
+    model = loaded(tiny, word_tokenizer, "llama")
+    drawn = [
+        completion
+        for seed in range(4)
+        for completion in capture(
+            model,
+            [[5, 6, 7]] * 5,
+            "z.0",
+            "last",
+            generate=Generation(12, do_sample=True, temperature=2.0, seed=seed),
+            max_tokens=1,
+            progress=False,
+        ).rows["completion"]
+    ]
+    assert len(set(drawn)) == 20
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"repetition_penalty": 5.0},
+        {"suppress_tokens": list(range(20, 119))},
+        {"no_repeat_ngram_size": 1},
+        {"num_beams": 3},
+        {"return_dict_in_generate": True},
+        {"min_length": 30},
+        {"temperature": 0.1, "do_sample": True},
+        {"max_length": 5},
+    ],
+)
+def test_settings_that_the_checkpoint_ships_do_not_act(tiny, word_tokenizer, setting) -> None:
+    """What is not recorded must not change what is written."""
+    model = loaded(tiny, word_tokenizer, "llama")
+    plain = capture(model, PROMPTS, "z.0", "generated", generate=Generation(6), progress=False)
+    for name, value in setting.items():
+        setattr(model.module.generation_config, name, value)
+    shipped = model.module.generation_config
+    kept = capture(model, PROMPTS, "z.0", "generated", generate=Generation(6), progress=False)
+    assert kept.rows["completion"].tolist() == plain.rows["completion"].tolist()
+    assert model.module.generation_config is shipped
+
+
+def test_other_batches_are_another_capture_when_the_model_writes(model, tmp_path) -> None:
+    """They round, and so choose or draw, otherwise: a store would mix two sets of texts."""
+    given = {"generate": Generation(3, do_sample=True), "store": tmp_path / "s", "shard_tokens": 30, "progress": False}
+    capture(model, PROMPTS, "z.0", "generated", **given)
+    with pytest.raises(ValueError, match=r"holds another capture .generation: "):
+        capture(model, PROMPTS, "z.0", "generated", **given, max_tokens=8)
+
+
+def test_a_model_whose_steps_are_not_its_forward_is_refused(tiny, word_tokenizer) -> None:
+    """An encoder with a language-model head writes, but each step sees what one forward would not."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=120, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model = LoadedModel.from_module(BertLMHeadModel(config).eval(), word_tokenizer, name="bert")
+    with pytest.raises(ValueError, match=r"resid_post\.0: what BertLMHeadModel computes step by step differs from one"):
+        capture(model, PROMPTS, "resid_post", "all", generate=Generation(4), progress=False)
+
+
+def test_texts_that_end_at_once(tiny, word_tokenizer, tmp_path) -> None:
+    model = loaded(tiny, word_tokenizer, "llama")
+    ends = list(range(120))
+    model.module.generation_config.eos_token_id = ends
+    with pytest.raises(ValueError, match="The model ended every text before it wrote a token at these positions"):
+        capture(model, PROMPTS, "z.0", "generated", generate=Generation(3), progress=False)
+    first = capture(model, PROMPTS, "z.0", "all", generate=Generation(3), progress=False)
+    assert first.n_rows == sum(len(prompt.split()) for prompt in PROMPTS)
+    assert not first.rows["is_generated"].any()
+    model.module.generation_config.eos_token_id = None
+    writes = capture(model, PROMPTS, "logits", "generated", generate=Generation(1), progress=False)
+    given = {"generate": Generation(3), "store": tmp_path / "s", "shard_tokens": 9, "progress": False}
+    token = capture(model, [[5, 6]], "z.0", "generated", generate=Generation(1), progress=False).rows["completion"]
+    assert len(writes.rows) == 4
+    assert len(token) == 1
+    store = capture(model, PROMPTS, "z.0", ["generated", [], "generated", "generated"], **given)
+    assert sum(part.n_rows for part in store.parts()) == store.n_rows == 9
+
+
+def test_prompts_beyond_the_models_positions(tiny, word_tokenizer) -> None:
+    model = loaded(tiny, word_tokenizer, "gpt2")
+    with pytest.raises(ValueError, match=r"row 1 has 60 tokens; with max_new_tokens=10 that is over the model's 64"):
+        capture(model, [[5, 6], [7] * 60], "z.0", "last", generate=Generation(10), progress=False)
+    kept = capture(model, [[5, 6], [7] * 60], "z.0", "last", generate=Generation(4), progress=False)
+    assert kept.rows["position"].tolist() == [5, 63]
+
+
 def test_the_generator_of_the_caller_is_left_alone(model) -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
@@ -179,3 +272,11 @@ def test_models_that_do_not_write(tiny, word_tokenizer) -> None:
 def test_settings_that_mean_nothing(given, said) -> None:
     with pytest.raises(ValueError, match=said):
         Generation(**given)
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "seed", "top_k"])
+@pytest.mark.parametrize("value", [4.0, np.int64(4), "4", True])
+def test_whole_numbers_are_asked_for(name, value) -> None:
+    with pytest.raises(Exception, match=name) as caught:
+        Generation(**({"max_new_tokens": 3, "do_sample": True} | {name: value}))
+    assert isinstance(caught.value, TypeError)

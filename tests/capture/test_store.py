@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -311,7 +312,7 @@ def test_another_capture_is_refused_and_nothing_is_lost(kept, change, named) -> 
 def test_another_model_is_refused(kept, tiny, word_tokenizer) -> None:
     before = files(kept().path)
     other = LoadedModel.from_module(tiny("llama", seed=1), word_tokenizer, name="llama")
-    with pytest.raises(ValueError, match=r"holds another capture .weights: "):
+    with pytest.raises(ValueError, match=r"holds another capture .model's weights: "):
         kept(model=other)
     assert files(kept().path) == before
 
@@ -362,13 +363,81 @@ def test_the_second_of_two_processes_is_told_of_the_first(kept, monkeypatch) -> 
     assert not (path / "writer.json").exists()
 
 
-def test_edits_cannot_go_on(kept, tmp_path) -> None:
-    edits = {"resid_post.0": torch.zeros_like}
-    path = kept(edits=edits).path
-    assert kept(edits=edits).is_whole
-    store_files.shard_file(path, 1).unlink()
-    with pytest.raises(ValueError, match="was begun with edits, which are functions"):
-        kept(edits=edits)
+def test_a_store_with_edits_is_not_gone_on_with_nor_given_for_other_edits(kept) -> None:
+    """Functions cannot be compared: a loop over strengths into one path must not return the first one's store."""
+    path = kept(edits={"resid_post.0": torch.zeros_like}).path
+    with pytest.raises(ValueError, match="was made with edits, which are functions and cannot be compared"):
+        kept(edits={"resid_post.0": torch.ones_like})
+    assert Store.open(path).is_whole
+
+
+@pytest.fixture
+def own_model(tiny, word_tokenizer) -> LoadedModel:
+    """A model that a test may change."""
+    return LoadedModel.from_module(tiny("llama"), word_tokenizer, name="llama")
+
+
+def edit_a_weight(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        module.model.layers[1].mlp.down_proj.weight.mul_(1.5)
+
+
+def change_a_number(module: torch.nn.Module) -> None:
+    module.model.layers[1].input_layernorm.variance_epsilon = 0.1
+
+
+def change_the_rotation(module: torch.nn.Module) -> None:
+    module.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def change_the_configuration(module: torch.nn.Module) -> None:
+    module.config.rope_parameters["rope_theta"] = 77.0
+
+
+def add_a_hook(module: torch.nn.Module) -> None:
+    module.model.layers[1].mlp.register_forward_hook(lambda module, given, out: out * 0)
+
+
+def replace_a_method(module: torch.nn.Module) -> None:
+    module.model.layers[1].mlp.forward = lambda x: x * 0
+
+
+def cast(module: torch.nn.Module) -> None:
+    module.to(torch.float64)
+
+
+CHANGES = {
+    edit_a_weight: "model's weights",
+    change_a_number: "model's settings",
+    change_the_rotation: "model's weights",
+    change_the_configuration: "model's settings",
+    add_a_hook: "model's hooks",
+    replace_a_method: "model's hooks",
+    cast: "model's weights",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_was_changed_in_place_is_another_model(own_model, tmp_path, change) -> None:
+    """Weights edited, cast or trained since they were loaded, numbers, hooks: not what the store was made with."""
+    given = {"store": tmp_path / "s", "shard_tokens": 60, "progress": False}
+    capture(own_model, TEXTS, "z", "all", **given)
+    change(own_model.module)
+    with pytest.raises(ValueError, match=rf"holds another capture .*{CHANGES[change]}: "):
+        capture(own_model, TEXTS, "z", "all", **given)
+    store_files.shard_file(tmp_path / "s", 1).unlink()
+    with pytest.raises(ValueError, match=rf"holds another capture .*{CHANGES[change]}: "):
+        capture(own_model, TEXTS, "z", "all", **given)
+
+
+def test_what_does_not_change_the_model_goes_on(own_model, kept, tiny, word_tokenizer) -> None:
+    """A second copy, one that was tapped, one with another attention implementation."""
+    path = kept(model=own_model).path
+    again = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="another name")
+    with taps(again, ["z.0"]):
+        again.module(torch.tensor([[5, 6]]))
+    again.module.set_attn_implementation("eager")
+    assert kept(model=again).path == path
 
 
 # Damage
@@ -460,7 +529,7 @@ def test_too_little_room_is_said_before_any_work(kept, monkeypatch, tmp_path) ->
 
 
 def test_a_folder_that_cannot_be_written_to(kept, monkeypatch) -> None:
-    with pytest.raises(OSError, match=r"/proc/store could not be written\. Make room or give a folder"):
+    with pytest.raises(OSError, match=r"/proc/store could not be written\. Make room, or give a folder"):
         kept(store="/proc/store")
 
 
@@ -605,6 +674,99 @@ def test_the_estimate_counts_what_capture_keeps(model) -> None:
     assert str(two_hours) == (
         "12,000 texts, 1,234,567 tokens; 12,000 rows at 45 sites, 14.2 GB; about 2 h 10 min at 158 tokens/s"
     )
+
+
+def test_texts_that_change_between_plan_and_run_are_noticed(model, tmp_path) -> None:
+    class Texts(Sequence):
+        asked = 0
+
+        def __len__(self) -> int:
+            return 1100
+
+        def __getitem__(self, number: int) -> list[int]:
+            self.asked += 1
+            return [5, 6, 7] if self.asked <= 1100 else [5, 6, 8]
+
+    with pytest.raises(ValueError, match=r"Texts 0 to \d+ are not those that were planned: they changed"):
+        capture(model, Texts(), "z.0", "all", store=tmp_path / "s", shard_tokens=90, progress=False)
+
+
+def test_other_strings_of_the_same_ids_are_other_texts(kept) -> None:
+    """Both words are unknown to the tokenizer, so the ids are the same; the rows would show the old string."""
+    kept(texts=["the zebra", *TEXTS[1:]])
+    with pytest.raises(ValueError, match="strings, positions and token labels: "):
+        kept(texts=["the giraffe", *TEXTS[1:]])
+
+
+def test_a_model_in_half_precision_keeps_what_memory_keeps(tiny, word_tokenizer, tmp_path) -> None:
+    """Attention rows and some streams are wider than the model's parameters; a store must not round them."""
+    model = LoadedModel.from_module(tiny("llama").to(torch.bfloat16), word_tokenizer, name="half")
+    sites = ["resid_post", "pattern.0", "z.1"]
+    memory = capture(model, TEXTS, sites, "all", progress=False)
+    store = capture(model, TEXTS, sites, "all", store=tmp_path / "s", shard_tokens=10**6, progress=False)
+    assert {site: store[site].dtype for site in memory.sites} == {site: memory[site].dtype for site in memory.sites}
+    assert all(same_bits(store[site], memory[site]) for site in memory.sites)
+    assert collect.estimate_capture(model, TEXTS, sites, "all").nbytes == memory.nbytes
+
+
+@pytest.mark.parametrize("as_kind", [np.array, torch.tensor, pd.Series])
+def test_positions_longer_than_the_texts_are_refused_whatever_they_are(model, as_kind) -> None:
+    with pytest.raises(ValueError, match="positions is a list of 5 entries for 3 texts"):
+        capture(model, TEXTS[:3], "z.0", as_kind([0, 1, 0, 1, 0]), progress=False)
+    kept = capture(model, TEXTS[:3], "z.0", as_kind([0, 1, 0]), progress=False)
+    assert kept.rows["position"].tolist() == [0, 1, 0]
+
+
+def test_values_in_hand_do_not_follow_the_file(kept) -> None:
+    """Read means read: a file that is replaced or cut off later changes no tensor and kills no process."""
+    store = kept(shard_tokens=10**6)
+    held, head = store["z.1"], store["z.1.2"]
+    copies = held.clone(), head.clone()
+    file = store_files.shard_file(store.path, 0)
+    os.truncate(file, 100)
+    assert torch.equal(held, copies[0])
+    assert torch.equal(head, copies[1])
+    with pytest.raises(ValueError, match="is damaged"):
+        store["z.0"]
+
+
+def test_a_finished_store_is_given_without_writing(kept, monkeypatch) -> None:
+    """It may lie on a disk that can only be read, or be read while another process holds the lock."""
+    path = kept().path
+    monkeypatch.setattr(store_writer, "writing", None)
+    assert kept().path == path
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_a_store_needs_a_name(kept, empty) -> None:
+    with pytest.raises(ValueError, match="store is an empty name"):
+        kept(store=empty)
+
+
+def test_home_is_meant_by_a_tilde(kept, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    assert kept(store="~/acts").path == (tmp_path / "home" / "acts").resolve()
+
+
+def test_two_threads_that_begin_one_store(model, tmp_path) -> None:
+    """One writes it; the other is told so, or finds it finished. Nothing else happens."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(capture(model, TEXTS, "z", "all", store=tmp_path / "s", shard_tokens=30, progress=False))
+        except BlockingIOError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert any(isinstance(one, Store) for one in found)
+    assert verify_store(tmp_path / "s") == []
 
 
 def test_texts_are_asked_for_when_their_turn_comes(model, tmp_path) -> None:

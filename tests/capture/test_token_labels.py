@@ -72,10 +72,17 @@ def smollm_like():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
 
 
+def test_lists_go_by_place_not_by_an_index(model) -> None:
+    """A shuffled or filtered table: texts are taken by place, and so are their labels."""
+    table = pd.DataFrame({"text": [*TEXTS, "the dog ran"], "pos": [*SPANS, [(4, 7, "NOUN")]]}).iloc[[2, 0, 1]]
+    found = rows(model, {"pos": table["pos"]}, texts=table["text"].tolist())
+    assert found["pos"].dropna().tolist() == ["NOUN", "DET", "NOUN", "VERB", "NOUN"]
+
+
 def test_special_tokens_have_no_label(tiny, word_tokenizer) -> None:
     model = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="llama")
-    table = rows(model, {"pos": [[(0, 3, "SPECIAL"), (4, 7, "DET")]]}, texts=["<s> the cat"], positions=[[1, 2]])
-    assert [value if isinstance(value, str) else None for value in table["pos"]] == ["DET", None]
+    table = rows(model, {"pos": [[(0, 3, "SPECIAL"), (4, 7, "DET")]]}, texts=["<s> the cat"])
+    assert [value if isinstance(value, str) else None for value in table["pos"]] == [None, "DET", None]
 
 
 def test_truncated_texts_keep_the_labels_of_what_is_left(model) -> None:
@@ -95,6 +102,12 @@ def test_truncated_texts_keep_the_labels_of_what_is_left(model) -> None:
         ({"n": [[1, 2], [1, 2, 3]]}, ValueError, r"row 0: token_labels\['n'\] gives 2 values for 7 tokens"),
         ({"n": lambda text, offsets: [1]}, ValueError, r"row 0: token_labels\['n'\] gives 1 values for 7 tokens"),
         ({"pos": [[(0, 5, "A"), (4, 7, "B")], []]}, ValueError, "row 0: spans of .* overlap at character 4"),
+        ({"pos": [[], [(4, 4, "A")]]}, ValueError, r"row 1: a span \(4, 4\) of .* is empty or not inside the text's 9"),
+        ({"pos": [[], [(5, 3, "A")]]}, ValueError, r"row 1: a span \(5, 3\) of .* is empty"),
+        ({"pos": [[], [(-3, -1, "A")]]}, ValueError, r"row 1: a span \(-3, -1\) of .* is empty or not inside"),
+        ({"pos": [[], [(0, 40, "A")]]}, ValueError, r"row 1: a span \(0, 40\) of .* is empty or not inside"),
+        ({"n": [[1] * 7, ["a"] * 3]}, TypeError, r"token_labels\['n'\] holds a number and text"),
+        ({"n": [[True] * 7, [2] * 3]}, TypeError, r"token_labels\['n'\] holds a Boolean and a number"),
     ],
 )
 def test_what_cannot_label_tokens(model, given, kind, said) -> None:
@@ -109,6 +122,15 @@ def test_token_ids_have_no_characters(model) -> None:
     inputs = {"inputs_embeds": torch.zeros(2, 3, 32)}
     with pytest.raises(ValueError, match="token_labels are for texts"):
         rows(model, {"n": [[1, 2, 3]] * 2}, texts=inputs)
+
+
+def test_types_that_differ_between_chunks_are_refused_before_any_forward(model, tmp_path) -> None:
+    values = [[1, 2]] * 1100 + [["a", "b"]]
+    with pytest.raises(
+        TypeError, match=r"token_labels\['n'\] holds a number and text; give every token's label one type"
+    ):
+        capture(model, [[5, 6]] * 1101, "z.0", "last", token_labels={"n": values}, store=tmp_path / "s", progress=False)
+    assert not (tmp_path / "s").exists()
 
 
 def test_shards_with_and_without_labels_join(model, tmp_path) -> None:
