@@ -4,6 +4,7 @@ Heavy imports happen inside the commands, so that `--help` answers at once. `--j
 and nothing else there. A user's error is one clear line and exit code 2 (app/user_errors.py).
 """
 
+import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -246,5 +247,19 @@ def _exit_unless(is_well: bool) -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script. What cannot be understood is one line and exit code 2, like other mistakes."""
+    try:
+        sys.exit(app(prog_name="microtome", standalone_mode=False))
+    except Exception as error:  # typer's own, from click or from the copy of it that typer carries
+        if type(error).__name__ == "Abort":
+            sys.exit(130)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(2)
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        path = "microtome" if context is None else context.command_path
+        said = " ".join(error.format_message().split())
+        with user_errors("--json" in sys.argv):
+            raise ValueError(f"{said}{'' if said.endswith(('.', '?')) else '.'} See: {path} --help") from error

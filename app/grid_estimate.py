@@ -23,7 +23,7 @@ from microtome.app.grid_config import GridConfig, ProbeSettings
 from microtome.app.grid_folder import GridFolder
 from microtome.app.grid_log import said_error
 from microtome.app.grid_plan import CapturePlan, ProbePlan, needs_capture
-from microtome.app.grid_probe import labelled_rows
+from microtome.app.grid_probe import check_folds, labelled_rows
 from microtome.app.grid_summary import FINISHED
 from microtome.capture import LoadedModel, Store, capture, estimate_capture, load_model
 from microtome.capture.batches import MAX_TOKENS
@@ -147,7 +147,9 @@ def _probe_row(
     else:
         numbers = pd.DataFrame({"text": np.arange(len(plan.data.table))})
         try:
-            known = len(labelled_rows(plan, probe, numbers, config)[0].rows)
+            label, groups = labelled_rows(plan, probe, numbers, config)
+            check_folds(label, groups, plan.data.table["text"].iloc[label.rows], config)
+            known = len(label.rows)
         except (ValueError, TypeError) as error:
             return row | {"state": CANNOT, "error": said_error(error)}
     state = TO_RESUME if folder.checkpoint(probe.cell).is_dir() else TO_DO

@@ -17,6 +17,8 @@ from microtome.app.grid_plan import CapturePlan, ProbePlan
 from microtome.app.grid_report import cell_report
 from microtome.app.grid_summary import cell_words, sweep_facts
 from microtome.capture import Store
+from microtome.probes.folds import grouped_folds, nested_folds
+from microtome.probes.groups import group_codes
 from microtome.probes.sweep import sweep
 
 
@@ -35,6 +37,7 @@ def run_probe(plan: CapturePlan, probe: ProbePlan, folder: GridFolder, config: G
     captured = folder.capture_facts(plan.cell) or {}
     label, groups = labelled_rows(plan, probe, store.rows, config)
     chosen = store if len(label.rows) == store.n_rows else store.select_rows(label.rows)
+    check_folds(label, groups, None, config)
     result = sweep(
         chosen,
         label.positive,
@@ -68,9 +71,22 @@ def run_probe(plan: CapturePlan, probe: ProbePlan, folder: GridFolder, config: G
         run.write_report(cell_report(run, probe.cell, label.says, result, figures))
     row = cell_words(probe.cell) | {name: captured.get(name) for name in ("texts", "tokens", "nbytes")}
     row |= sweep_facts(result)
+    row["unlabelled"] = store.n_rows - label.says["rows"]
     row |= {"seconds_capture": captured.get("seconds_capture"), "seconds_probe": time.perf_counter() - started}
     run.write_json(MARKER, {"settings": probe.settings, "summary": row})
     return row
+
+
+def check_folds(label: BinaryLabel, groups: np.ndarray, texts: pd.Series | None, config: GridConfig) -> None:
+    """Raise ValueError now for what the sweep would raise after the capture: leaking groups, or too few of them."""
+    numbers = label.positive.astype(np.int64)
+    try:
+        codes = group_codes(groups, n_rows=len(groups), texts=texts)
+    except ValueError as error:
+        said, is_leak, _ = str(error).partition(" Give them one group")
+        raise ValueError(f"{said} Give such rows one group in the data." if is_leak else said) from error
+    test = grouped_folds(numbers, codes, folds=config.probe.folds, seed=config.seed)
+    nested_folds(numbers, codes, test, folds=config.probe.inner_folds, seed=config.seed)
 
 
 def labelled_rows(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import plotly.graph_objects as go
 
 from microtome.app.grid_cells import ProbeCell, data_name, label_name, model_name, positions_name
+from microtome.app.grid_story import FEW_GROUPS
 from microtome.data.runs import Run
 from microtome.figures.report import Section, html_report
 from microtome.probes.sweep_result import Sweep
@@ -41,6 +42,8 @@ def cell_report(run: Run, cell: ProbeCell, says: Mapping, result: Sweep, figures
         f"class is {says['negative']}. AUROC is out of fold, folds keep groups together, intervals are from a "
         "bootstrap over groups."
     )
+    if (n_groups := int(result.groups.max()) + 1) < FEW_GROUPS:
+        lead += f" Beware: {n_groups} groups are few; an interval over them says little."
     title = f"{model_name(capture.model)}, {data_name(capture.data)}: {label_name(cell.label)}"
     command = f"microtome sweep {run.path.parent.parent / 'config.yaml'}"
     return html_report(title, sections, lead=lead, headline=headline, provenance=run.provenance, command=command)

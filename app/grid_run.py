@@ -24,7 +24,7 @@ from microtome.app.grid_folder import CellIsBusy, GridFolder
 from microtome.app.grid_log import GridLog, said_error
 from microtome.app.grid_plan import CapturePlan, ProbePlan, needs_capture
 from microtome.app.grid_probe import run_probe
-from microtome.app.grid_story import said_capture, said_end, said_result, said_start
+from microtome.app.grid_story import said_capture, said_end, said_result, said_rows, said_start
 from microtome.app.grid_summary import write_summary
 from microtome.capture import LoadedModel, capture, load_model, store_info
 from microtome.capture.batches import MAX_TOKENS
@@ -193,7 +193,7 @@ class _GridRun:
             seconds = time.perf_counter() - started
             self.seconds["probes"] += seconds
         self.folder.delete_checkpoint(probe.cell)
-        size = f"{row['rows']:,} rows in {row['groups']:,} groups"
+        size = said_rows(row)
         self.log.line(f"probed {probe.cell.name} in {spoken_seconds(seconds)}: {size}; {said_result(row)}")
         return True
 

@@ -11,6 +11,8 @@ from microtome.app.grid_plan import CapturePlan
 from microtome.app.grid_summary import ELSEWHERE, FAILED, FINISHED, asked_for
 from microtome.data.spoken import spoken_bytes, spoken_seconds
 
+FEW_GROUPS = 20  # a bootstrap draws whole groups: of so few, most draws leave some out and repeat others
+
 
 def said_start(folder: GridFolder, plans: Sequence[CapturePlan], steps: Sequence[str]) -> str:
     """What is to be done and what is there."""
@@ -34,7 +36,15 @@ def said_result(row: dict) -> str:
         parts.append(f"shuffled labels {row['control_auroc']:.3f}")
     if "p_best_site" in row:
         parts.append(f"p {row['p_best_site']:.3f}")
+    if row.get("groups", FEW_GROUPS) < FEW_GROUPS:
+        parts.append(f"caution: {row['groups']} groups are few, an interval over them says little")
     return "; ".join(parts)
+
+
+def said_rows(row: dict) -> str:
+    """How many rows were probed, in how many groups, and how many had no label."""
+    without = f" ({row['unlabelled']:,} more without a label)" if row.get("unlabelled") else ""
+    return f"{row['rows']:,} rows{without} in {_count(row['groups'], 'group')}"
 
 
 def said_capture(facts: dict) -> str:
@@ -64,17 +74,18 @@ def said_end(
     failed += [f"  FAILED {row.cell}: {row.error}" for row in still_open.itertuples() if row.status == FAILED]
     without = {probe.cell.name for plan in plans if plan.cell in captures for probe in plan.probes}
     parts = [*spent.items(), ("rest", seconds - sum(spent.values()))]
+    failures = f"{len(failed) - len(captures)} failed"
+    failures += f", {_count(len(captures), 'capture')} failed" if captures else ""
     lines = [
-        f"{counts.get(FINISHED, 0)} of {_count(len(asked), 'cell')} finished, {len(failed)} failed. "
+        f"{counts.get(FINISHED, 0)} of {_count(len(asked), 'cell')} finished, {failures}. "
         f"This took {spoken_seconds(seconds)}: {', '.join(f'{name} {spoken_seconds(part)}' for name, part in parts)}.",
-        *failed,
     ]
     for row in still_open[still_open["status"] != FAILED].itertuples():
         why = "not run, because its capture failed" if row.cell in without else row.status
         lines.append(f"  {why}: {row.cell}")
     if (still_open["status"] == ELSEWHERE).any():
         lines.append("Another process is at work on some cells; this one found nothing more to do.")
-    lines.append(f"All cells: {folder.summary_file}")
+    lines += [f"All cells: {folder.summary_file}", *failed]  # last, where one looks first
     return "\n".join(lines)
 
 

@@ -27,7 +27,11 @@ def _held_by(config: Path) -> dict:
     try:
         held = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"{config} is no YAML: {str(error).splitlines()[0]}.") from error
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}"
+        raise ValueError(
+            f"{config}{where} is no YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}."
+        ) from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{config} is no UTF-8 text ({error.reason}). Settings are a YAML text file.") from error
     if not isinstance(held, dict):

@@ -181,7 +181,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path / _MANIFEST} is damaged: {error}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path / _MANIFEST} is not in the format {FORMAT!r}.")
+        raise ValueError(f"{path / _MANIFEST} is not in the format {FORMAT!r}. If it is a store: Store.open(path).")
     files, sites = manifest.get("files"), manifest.get("sites")
     is_whole = isinstance(files, dict) and {_TENSORS, _ROWS} <= set(files) and isinstance(sites, list) and sites
     if not is_whole or not all(isinstance(entry, dict) and {"site", "name"} <= set(entry) for entry in sites):

@@ -229,6 +229,8 @@ def _job(
             f"{states[0]} has no positions: it is what a cache holds after a call. Read it with taps(model, "
             f"{states[0]!r}) around model(..., use_cache=True) or generate."
         )
+    if generation is not None and not isinstance(generation, Generation):
+        raise TypeError(f"generate={generation!r:.60}: give Generation(max_new_tokens=20).")
     if generation is not None:
         _check_generation(module, source, wanted, token_labels, labels)
     forwards = Forwards(

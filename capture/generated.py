@@ -62,6 +62,13 @@ class Generation:
                 raise TypeError(f"{name}={value!r} ({type(value).__name__}): give a whole number.")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: give at least 1.")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed}: give 0 or more.")
+        if self.temperature <= 0 or not 0 < self.top_p <= 1 or (self.top_k is not None and self.top_k < 1):
+            raise ValueError(
+                f"temperature={self.temperature}, top_p={self.top_p}, top_k={self.top_k}: give a temperature above 0, "
+                "a top_p above 0 and up to 1, a top_k of 1 or more. For the likeliest token: do_sample=False."
+            )
         if not self.do_sample and (self.temperature, self.top_p, self.top_k) != (1.0, 1.0, None):
             raise ValueError("temperature, top_p and top_k need do_sample=True; else the likeliest token is taken.")
 

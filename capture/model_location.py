@@ -4,6 +4,7 @@ Bundled models are found without importing their packages. A hub id is answered 
 the weights are there, without asking the hub whether they are the newest, and downloaded otherwise.
 """
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,12 +85,17 @@ def _from_hub(name: str, revision: str | None) -> ModelLocation:
     except HFValidationError as error:
         raise ValueError(
             f"{name!r} is no bundled model ({', '.join(BUNDLED)}), no file or folder here, and not written like a hub "
-            'id ("owner/name").'
+            f'id ("owner/name").{_did_you_mean(name)}'
         ) from error
     folder = Path(config).parent if isinstance(config, str) else None
     if folder is None or not _has_weights(folder):
         folder = _download(name, revision)
     return ModelLocation(folder, "hub", name, revision=folder.name)  # the cache names snapshot folders by commit
+
+
+def _did_you_mean(name: str) -> str:
+    near = difflib.get_close_matches(name, BUNDLED, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _has_weights(folder: Path) -> bool:

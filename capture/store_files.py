@@ -78,6 +78,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such folder.
         ValueError: no store, or a damaged manifest.
     """
+    if path.is_file():
+        raise ValueError(f"{path} is a file; a store is a folder. Give the folder that capture(store=) wrote.")
     if not path.is_dir():
         raise FileNotFoundError(f"There is no store {path}. Make one: capture(..., store={str(path)!r}).")
     file = path / MANIFEST

@@ -75,6 +75,10 @@ class LabelledTexts:
     token_labels: TokenLabels
     facts: dict
 
+    def __repr__(self) -> str:
+        labels = ", ".join([*self.table.columns.drop("text"), *(f"{name} (per token)" for name in self.token_labels)])
+        return f"LabelledTexts({self.name}: {len(self.table):,} texts in {self.facts['groups']:,} groups; {labels})"
+
     @property
     def texts(self) -> list[str]:
         """The texts, in the table's order."""

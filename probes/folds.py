@@ -50,7 +50,11 @@ def nested_folds(
     for fold, is_test in enumerate(test):
         train = np.flatnonzero(~is_test)
         # another stream than the outer folds, so that an inner fold is no rerun of an outer one
-        inner = _split(labels[train], groups[train], folds, seed + 1 + fold)
+        try:
+            inner = _split(labels[train], groups[train], folds, seed + 1 + fold)
+        except ValueError as error:
+            said = str(error).replace("folds<=", "inner_folds<=")
+            raise ValueError(f"Inner folds, within the training rows of outer fold {fold}: {said}") from error
         _refuse_missing_class(~inner, labels[train], groups[train], f"inner training (outer fold {fold})")
         nested[fold][:, train] = inner
     return nested

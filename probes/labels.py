@@ -19,11 +19,15 @@ def binary_labels(labels, *, n_rows: int) -> tuple[Bool[np.ndarray, " example"],
     if series.isna().any():
         raise ValueError(
             f"{int(series.isna().sum())} of {n_rows} labels are missing (first: row {int(series.isna().argmax())}). "
-            "Drop those rows: activations.select_rows(~missing)."
+            "Keep the others: acts = acts.select_rows(acts.rows[NAME].notna())."
         )
     codes, values = pd.factorize(series, sort=True)
     if len(values) != 2:
         shown = ", ".join(repr(value) for value in values[:_SHOWN].tolist()) + (", ..." if len(values) > _SHOWN else "")
-        advice = "A probe needs both classes." if len(values) == 1 else "Make it two, such as labels=rating > 0."
+        advice = (
+            "A probe needs both classes."
+            if len(values) == 1
+            else "Make it two: labels=(acts.rows[NAME] == VALUE) for a class, labels=(acts.rows[NAME] > 0) for numbers."
+        )
         raise ValueError(f"labels holds {len(values)} different value(s) ({shown}); a sweep needs two. {advice}")
     return codes == 1, tuple(values.tolist())

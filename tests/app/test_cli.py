@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 import microtome.app
-from microtome.app import demo
+from microtome.app import cli, demo
 from microtome.app.cli import app
 from microtome.app.config import DemoConfig
 
@@ -274,3 +274,34 @@ def test_models_check_prints_the_proof(tiny, word_tokenizer, tmp_path: Path) -> 
 
 def test_the_version_is_printed() -> None:
     assert run("--version").output.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["stor"], "No such command 'stor'. Did you mean 'store'"),
+        (["sweep", "x.yaml", "--dryrun"], "No such option: --dryrun"),
+        (["store", "info"], "Missing argument 'path'. See: microtome store info --help"),
+        (["store", "export", "a", "b", "--format", "csv"], "Invalid value for '--format'"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_cannot_be_understood_is_one_line_too(words, said, as_json, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["microtome", *words, *(["--json"] if as_json else [])])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert err.startswith("microtome: ")
+    assert said in err
+    assert err.count("\n") == 1
+    assert (said in json.loads(out)["error"]["message"]) if as_json else out == ""
+
+
+def test_the_console_script_keeps_exit_codes(monkeypatch, capsys) -> None:
+    for words, code in ((["--version"], 0), (["store"], 2), (["store", "info", "--help"], 0)):
+        monkeypatch.setattr(sys, "argv", ["microtome", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (ended.value.code or 0) == code, words
+    assert "Usage: microtome store" in "".join(capsys.readouterr())

@@ -109,7 +109,7 @@ def test_a_cell_that_fails_fails_alone(grid, model_folders, tmp_path, monkeypatc
     log = (folder / "log.txt").read_text(encoding="utf-8")
     assert log.count("  FAILED ") == 4  # the cell and the capture, when they fail and in the list at the end
     assert log.count("  not run, because its capture failed: ") == 4
-    assert "3 of 6 cells finished, 2 failed" in log
+    assert "3 of 6 cells finished, 1 failed, 1 capture failed" in log
     assert f"FAILED {failed}: RuntimeError: the solver" in log.rpartition("cells finished")[2]
     assert "Traceback" not in log
 

@@ -267,6 +267,10 @@ def test_models_that_do_not_write(tiny, word_tokenizer) -> None:
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0: give at least 1"),
         ({"max_new_tokens": 1, "temperature": 0.5}, "need do_sample"),
+        ({"max_new_tokens": 1, "do_sample": True, "temperature": 0.0}, "give a temperature above 0"),
+        ({"max_new_tokens": 1, "do_sample": True, "top_p": 3.0}, "a top_p above 0 and up to 1"),
+        ({"max_new_tokens": 1, "do_sample": True, "top_k": 0}, "a top_k of 1 or more"),
+        ({"max_new_tokens": 1, "seed": -1}, "seed=-1: give 0 or more"),
     ],
 )
 def test_settings_that_mean_nothing(given, said) -> None:

@@ -27,7 +27,7 @@ def test_larger_value_is_positive(labels, values):
     ("labels", "message"),
     [
         ([1, 1, 1], r"labels holds 1 different value\(s\) \(1\); a sweep needs two. A probe needs both classes"),
-        ([0.5, 1.5, -2.0], r"3 different value\(s\) \(-2\.0, 0\.5, 1\.5\).*labels=rating > 0"),
+        ([0.5, 1.5, -2.0], r"3 different value\(s\) \(-2\.0, 0\.5, 1\.5\).*labels=\(acts\.rows\[NAME\] > 0\)"),
         ([1.0, float("nan"), 0.0], r"1 of 3 labels are missing \(first: row 1\)"),
         (["a", None, "b"], r"1 of 3 labels are missing \(first: row 1\)"),
         ([0, 1], r"labels has shape \(2,\), activations 3 rows"),
