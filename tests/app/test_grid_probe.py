@@ -41,7 +41,7 @@ def test_folds_that_cannot(groups, positive, said) -> None:
 def test_one_text_in_two_groups_is_said_without_python() -> None:
     texts = pd.Series(["a", "a", "b", "c", "d", "e", "f", "g"])
     with pytest.raises(
-        ValueError, match="occur in more than one group.*Give such rows one group in the data"
+        ValueError, match=r"occur in more than one group.*Give such rows one group in the data"
     ) as caught:
         check_folds(label([0, 1] * 4), np.arange(8), texts, CONFIG)
     assert "merged_groups" not in str(caught.value)
