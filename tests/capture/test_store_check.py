@@ -1,0 +1,106 @@
+"""What is said of a store: damaged manifests and logs, merged stores, environments that differ."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from microtome.app import store_commands
+from microtome.capture.collect import capture
+from microtome.capture.generated import Generation
+from microtome.capture.models import LoadedModel
+from microtome.capture.store import Store
+from microtome.capture.store_check import store_info, verify_store
+from microtome.capture.store_files import differing_environments, read_log, read_manifest, shard_file
+from microtome.capture.store_merge import merge_stores
+
+TEXTS = [f"the {animal} sat on the {thing} ." for animal in ("cat", "dog") for thing in ("house", "book", "tree")]
+
+
+@pytest.fixture(scope="module")
+def model(tiny, word_tokenizer) -> LoadedModel:
+    return LoadedModel.from_module(tiny("llama"), word_tokenizer, name="llama")
+
+
+@pytest.fixture
+def part(model, tmp_path):
+    """`part(name, first, stop)`: a store of some of the texts."""
+
+    def make(name: str, first: int = 0, stop: int = 6, **changes) -> Store:
+        given = {"store": tmp_path / name, "shard_tokens": 20, "progress": False}
+        return capture(changes.pop("model", model), TEXTS[first:stop], ["z", "embed"], "all", **(given | changes))
+
+    return make
+
+
+@pytest.fixture
+def merged(part, tmp_path) -> Store:
+    return merge_stores(tmp_path / "merged", [part("a", 0, 3).path, part("b", 3, 6).path])
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    file = path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def damage(path: Path, shard: int = 1) -> None:
+    data = bytearray(shard_file(path, shard).read_bytes())
+    data[-1] ^= 1
+    shard_file(path, shard).write_bytes(data)
+
+
+# Damage by hand
+
+SITE = {"name": "embed", "site": {"kind": "embed"}, "dtype": "float32", "inner": [32]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"shards": None}, "shards is None, not a list"),
+        ({"shards": []}, "shards is empty"),
+        ({"shards": [3]}, r"shards\[0\] is 3, which does not go on at text 0"),
+        ({"shards": [{"first": 0}]}, r"shards\[0\] is \{'first': 0\}, which"),
+        ({"shards": [{"first": 0, "stop": 3}, {"first": 4, "stop": 6}]}, r"shards\[1\] .* does not go on at text 3"),
+        ({"environments": []}, "shard 0 was made in environment 0, of which it has 0"),
+        ({"environments": {}}, r"environments is \{\}, not a list"),
+        ({"environments": [7]}, r"environments\[0\] is 7, not a mapping"),
+        ({"sites": "z"}, "sites is 'z', not a list"),
+        ({"sites": []}, "sites is empty"),
+        ({"sites": [7]}, r"sites\[0\]: 7 is no site"),
+        ({"sites": [SITE, SITE]}, "sites names one twice"),
+        ({"sites": [SITE | {"dtype": "float3"}]}, r"sites\[0\]: dtype is 'float3', not one of float64, float32"),
+        ({"sites": [SITE | {"dtype": "nn"}]}, r"sites\[0\]: dtype is 'nn', not one of float64, float32"),
+        ({"sites": [SITE | {"dtype": [1]}]}, r"sites\[0\]: dtype is \[1\], not one of float64, float32"),
+        ({"sites": [SITE | {"inner": 32}]}, r"sites\[0\]: inner is 32, not the sizes"),
+        ({"sites": [SITE | {"inner": [0]}]}, r"sites\[0\]: inner is \[0\], not the sizes"),
+        ({"sites": [SITE | {"site": {"name": "z"}}]}, r"sites\[0\]: \{'name': 'z'\} is no site"),
+        ({"sites": [SITE | {"site": {"kind": ["z"]}}]}, r"sites\[0\]: \{'kind': \['z'\]\} is no site"),
+        ({"provenance": []}, r"provenance is \[\], not a mapping"),
+        ({"provenance": {"model": "llama"}}, "provenance says of the model 'llama', not a mapping with its name"),
+        ({"request": None}, "request is None, not a mapping"),
+    ],
+)
+def test_a_manifest_that_no_capture_wrote_is_damaged(part, changes, said) -> None:
+    path = part("s").path
+    rewrite(path, **changes)
+    for read in (store_info, verify_store, Store.open, lambda path: merge_stores(path / "x", [path, path])):
+        with pytest.raises(ValueError, match=rf"manifest.json is damaged: {said}"):
+            read(path)
+
+
+def test_a_manifest_that_lacks_a_part_is_damaged(part) -> None:
+    path = part("s").path
+    manifest = read_manifest(path)
+    del manifest["shards"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"manifest.json is damaged: shards is None"):
+        Store.open(path)
+
+
+def test_environments_that_are_not_there_count_for_nothing(part) -> None:
+    path = part("s").path
+    manifest, records = read_manifest(path), read_log(path)
+    assert differing_environments(manifest | {"environments": []}, records.values()) == {}
+    assert differing_environments(manifest, records.values()) == {}
