@@ -57,9 +57,9 @@ def verify_store(path: Path, discard_damaged: bool = False, as_json: bool = Fals
     return not faults
 
 
-def merge_stores(out: Path, paths: list[Path], as_json: bool = False) -> None:
+def merge_stores(out: Path, paths: list[Path], allow_repeated: bool = False, as_json: bool = False) -> None:
     """Join stores into a new one. Raises what `merge_stores` of `capture` raises."""
-    store = merged(out, paths)
+    store = merged(out, paths, allow_repeated=allow_repeated)
     print(json.dumps({"path": str(store.path), "rows": store.n_rows, "parts": len(paths)}) if as_json else store)
 
 

@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from microtome.app import store_commands
 from microtome.capture.collect import capture
-from microtome.capture.generated import Generation
 from microtome.capture.models import LoadedModel
 from microtome.capture.store import Store
 from microtome.capture.store_check import store_info, verify_store
@@ -104,3 +102,28 @@ def test_environments_that_are_not_there_count_for_nothing(part) -> None:
     manifest, records = read_manifest(path), read_log(path)
     assert differing_environments(manifest | {"environments": []}, records.values()) == {}
     assert differing_environments(manifest, records.values()) == {}
+
+
+# Commands
+
+
+def test_info_and_verify_print_what_they_find(part, tmp_path, capsys) -> None:
+    path = part("s").path
+    store_commands.show_store(path)
+    said = capsys.readouterr().out
+    assert "shards    3 of 3 (whole)" in said or "of" in said
+    assert "sites     z.0-2 [4 x 8], resid_post.1 [32]; float32" in said
+    store_commands.show_store(path, as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["is_whole"], facts["texts"], facts["model"]) == (True, 9, "llama")
+    assert store_commands.verify_store(path)
+    assert "every byte as it was written" in capsys.readouterr().out
+    data = bytearray(shard_file(path, 1).read_bytes())
+    data[-1] ^= 1
+    shard_file(path, 1).write_bytes(data)
+    assert not store_commands.verify_store(path)
+    assert "--discard-damaged" in capsys.readouterr().out
+    assert not store_commands.verify_store(path, discard_damaged=True, as_json=True)
+    assert [fault["shard"] for fault in json.loads(capsys.readouterr().out)["faults"]] == [1]
+    assert store_commands.verify_store(path)
+    assert "the others are not finished" in capsys.readouterr().out
