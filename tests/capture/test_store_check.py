@@ -1,16 +1,19 @@
 """What is said of a store: damaged manifests and logs, merged stores, environments that differ."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from microtome.app import store_commands
 from microtome.capture.collect import capture
+from microtome.capture.generated import Generation
 from microtome.capture.models import LoadedModel
 from microtome.capture.store import Store
-from microtome.capture.store_check import store_info, verify_store
-from microtome.capture.store_files import differing_environments, read_log, read_manifest, shard_file
+from microtome.capture.store_check import said_of_differences, store_info, verify_store
+from microtome.capture.store_files import differing_environments, read_log, read_manifest, shard_file, table_file
 from microtome.capture.store_merge import merge_stores
 
 TEXTS = [f"the {animal} sat on the {thing} ." for animal in ("cat", "dog") for thing in ("house", "book", "tree")]
@@ -104,6 +107,99 @@ def test_environments_that_are_not_there_count_for_nothing(part) -> None:
     assert differing_environments(manifest, records.values()) == {}
 
 
+def test_a_log_that_names_shards_beyond_the_manifest(part) -> None:
+    path = part("s").path
+    lines = (path / "shards.jsonl").read_text().splitlines()
+    shutil.copyfile(shard_file(path, 0), shard_file(path, 99))
+    shutil.copyfile(table_file(path, 0), table_file(path, 99))
+    for number in (99, -1):
+        more = json.dumps(json.loads(lines[0]) | {"shard": number})
+        (path / "shards.jsonl").write_text("\n".join([*lines, more]) + "\n")
+        assert store_info(path).finished == len(lines)
+        assert [fault.what for fault in verify_store(path)] == [
+            f"the manifest has {len(lines)} shards, no shard {number}"
+        ]
+
+
+# Merged stores
+
+
+def test_damaged_shards_of_a_merged_store_are_kept(merged, capsys) -> None:
+    path = merged.path
+    assert verify_store(path, discard_damaged=True) == []
+    damage(path)
+    log = (path / "shards.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"shard 1: .*SHA-256 differs \(1 of 4 .*Remove it and merge its parts again"):
+        verify_store(path, discard_damaged=True)
+    assert (path / "shards.jsonl").read_bytes() == log
+    assert not store_commands.verify_store(path)
+    assert "1 shard(s) damaged. It was merged from other stores: remove it and merge" in capsys.readouterr().out
+
+
+def test_stores_merged_before_they_said_so_are_known_too(merged) -> None:
+    manifest = read_manifest(merged.path)
+    del manifest["merged"]
+    (merged.path / "manifest.json").write_text(json.dumps(manifest))
+    damage(merged.path)
+    with pytest.raises(ValueError, match="merge its parts again"):
+        verify_store(merged.path, discard_damaged=True)
+
+
+def test_a_merged_store_that_lacks_a_shard_is_not_captured_again(merged, part, capsys) -> None:
+    shard_file(merged.path, 1).unlink()
+    store_commands.show_store(merged.path)
+    assert "3 of 4 (not whole: merge its parts again)" in capsys.readouterr().out
+    lines = (merged.path / "shards.jsonl").read_text().splitlines(keepends=True)
+    (merged.path / "shards.jsonl").write_text("".join([lines[0], *lines[2:]]))
+    store_commands.verify_store(merged.path)
+    assert "the others are missing: merge its parts again" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"merged has 3 of 4 shards. Merge its parts again first"):
+        merge_stores(merged.path.with_name("more"), [merged.path, part("c").path])
+    path = part("c").path
+    shard_file(path, 1).unlink()
+    store_commands.show_store(path)
+    assert "(not finished: run the same capture again)" in capsys.readouterr().out
+
+
+# Environments that differ
+
+
+@pytest.mark.parametrize(
+    ("model_dtype", "changes", "said"),
+    [
+        (torch.float32, {}, "Equal to rounding (1e-5), not byte for byte."),
+        (torch.float32, {"dtype": torch.float64}, "Equal to rounding (1e-5), not byte for byte."),
+        (torch.float32, {"dtype": torch.float16}, "Equal to rounding of float16, not byte for byte."),
+        (torch.bfloat16, {}, "Equal to rounding of bfloat16, not byte for byte."),
+        (torch.bfloat16, {"dtype": torch.float32}, "Equal to rounding of bfloat16, not byte for byte."),
+        (
+            torch.float32,
+            {"generate": Generation(2)},
+            "What the model wrote may differ between them; where it does not, values are equal to rounding (1e-5).",
+        ),
+    ],
+)
+def test_what_differing_environments_mean(tiny, word_tokenizer, part, capsys, model_dtype, changes, said) -> None:
+    model = LoadedModel.from_module(tiny("llama").to(model_dtype), word_tokenizer, name="llama")
+    path = part("s", model=model, **changes).path
+    assert said_of_differences(store_info(path)) == []
+    shard_file(path, 1).unlink()
+    part("s", model=model, max_tokens=16, **changes)
+    differed = "max_tokens differed between shards: 2048, 16"
+    assert said_of_differences(store_info(path)) == [differed, said]
+    store_commands.show_store(path)
+    assert capsys.readouterr().out.endswith(f"{differed}\n{said}\n")
+
+
+def test_merged_stores_say_what_their_parts_wrote(part, tmp_path) -> None:
+    paths = [
+        part(name, first, first + 3, generate=Generation(2), max_tokens=n).path
+        for name, first, n in (("a", 0, 16), ("b", 3, 32))
+    ]
+    info = store_info(merge_stores(tmp_path / "both", paths).path)
+    assert said_of_differences(info)[-1].startswith("What the model wrote may differ between them")
+
+
 # Commands
 
 
@@ -111,11 +207,11 @@ def test_info_and_verify_print_what_they_find(part, tmp_path, capsys) -> None:
     path = part("s").path
     store_commands.show_store(path)
     said = capsys.readouterr().out
-    assert "shards    3 of 3 (whole)" in said or "of" in said
-    assert "sites     z.0-2 [4 x 8], resid_post.1 [32]; float32" in said
+    assert "shards    3 of 3 (whole)" in said
+    assert "sites     z.0-2 [4 x 8], embed [32]; float32" in said
     store_commands.show_store(path, as_json=True)
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["is_whole"], facts["texts"], facts["model"]) == (True, 9, "llama")
+    assert (facts["is_whole"], facts["texts"], facts["model"]) == (True, 6, "llama")
     assert store_commands.verify_store(path)
     assert "every byte as it was written" in capsys.readouterr().out
     data = bytearray(shard_file(path, 1).read_bytes())
