@@ -76,7 +76,7 @@ def test_export_of_some_sites_and_rows(part, tmp_path, capsys) -> None:
     expected = Store.open(path).select_rows("label == 1 and position > 0")
     assert facts["rows"] == expected.n_rows
     assert np.array_equal(np.load(tmp_path / "o" / "z.1.2.npy"), expected["z.1.2"].numpy())
-    with pytest.raises(ValueError, match=r"'label = 1' is no query over the columns"):
+    with pytest.raises(ValueError, match=r"'label = 1' is no condition, true or false of each row"):
         store_commands.export_store(path, tmp_path / "p", "npy", None, "label = 1")
     with pytest.raises(ValueError, match=r"is no query over the columns .*nothing"):
         store_commands.export_store(path, tmp_path / "p", "npy", None, "nothing > 1")
