@@ -25,12 +25,11 @@ from microtome.capture.activation_checks import as_tensors, check_axes, check_fi
 from microtome.capture.activation_files import load_activations, save_activations
 from microtome.capture.activation_frames import wide_frame
 from microtome.capture.activation_sites import choose_tensors, find_tensor, select_tensors, summarise
+from microtome.capture.row_numbers import row_numbers
 from microtome.capture.sites import Site
 from microtome.capture.stored_tensor import StoredTensor, in_memory, joined
 
 SiteName = str | tuple | Site
-_QUERY = "\"position > 0 and token == ' the'\""
-_NO_QUERY = (NameError, SyntaxError, TypeError, KeyError, ValueError, AttributeError, NotImplementedError)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -237,27 +236,7 @@ class Activations:
             IndexError: a row number out of range.
             TypeError: none of these.
         """
-        if isinstance(which, str):
-            try:
-                found = self.rows.eval(which)
-            except _NO_QUERY as error:
-                raise ValueError(
-                    f"{which!r} is no query over the columns {list(self.rows)}: {error}. An example: {_QUERY}."
-                ) from error
-            index = _mask(found)
-            if index is None or index.shape != (self.n_rows,):
-                raise ValueError(f"{which!r} is no condition, true or false of each row. An example: {_QUERY}.")
-        elif isinstance(which, slice):
-            index = np.arange(self.n_rows)[which]
-        else:
-            index = _mask(which)
-            index = _numbers(which) if index is None else index
-        if index.dtype == bool:
-            if index.shape != (self.n_rows,):
-                raise ValueError(f"The mask has shape {index.shape}; expected one Boolean per row, ({self.n_rows},).")
-            index = np.flatnonzero(index)
-        if not len(index):
-            raise ValueError(f"No row left of {self.n_rows}: {which!r:.80} matches none.")
+        index = row_numbers(self.rows, which)
         rows = self.rows.iloc[index].reset_index(drop=True)
         picked = torch.as_tensor(np.arange(self.n_rows)[index])
         return self._with(rows=rows, tensors={s: t[picked.to(t.device)] for s, t in self.tensors.items()})
@@ -282,32 +261,6 @@ class Activations:
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(repr(self))}</p>{self.rows.head().to_html(escape=True)}"
-
-
-def _mask(which: object) -> np.ndarray | None:
-    """Booleans, whatever holds them; None for anything else. Missing ones of a nullable column are False."""
-    if isinstance(which, pd.Series | pd.Index) and isinstance(which.dtype, pd.BooleanDtype):
-        return np.asarray(which.fillna(False), dtype=bool)
-    array = which.cpu().numpy() if isinstance(which, Tensor) else np.asarray(which)
-    if array.dtype == object and array.size and pd.api.types.infer_dtype(array.ravel(), skipna=False) == "boolean":
-        array = array.astype(bool)
-    return array if array.dtype == bool and array.ndim else None
-
-
-def _numbers(which: object) -> np.ndarray:
-    """Row numbers, whatever holds them.
-
-    Raises TypeError for anything else.
-    """
-    array = which.cpu().numpy() if isinstance(which, Tensor) else np.asarray(which)
-    if array.dtype == object and pd.api.types.infer_dtype(array.ravel(), skipna=False) == "integer":
-        array = array.astype(np.int64)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise TypeError(
-            f"select_rows({which!r:.60}): expected a condition ({_QUERY}), one Boolean per row, a slice, or a list or "
-            "array of row numbers."
-        )
-    return array.astype(np.int64)
 
 
 def _stacked(tables: list[pd.DataFrame]) -> pd.DataFrame:
