@@ -1,6 +1,7 @@
 """Exports hold what the store holds, in other tools' forms."""
 
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -64,6 +65,42 @@ def test_an_export_replaces_nothing(part, tmp_path) -> None:
         export(store, tmp_path / "out")
     with pytest.raises(ValueError, match="format='csv': expected one of activations, npy, parquet"):
         export.__wrapped__(store, tmp_path / "x", "csv")
+
+
+def test_columns_named_like_a_site_are_refused(part, tmp_path) -> None:
+    store = part("s", 0, 2, labels={"z.0.1": [0, 1]})
+    out = tmp_path / "new" / "table.parquet"
+    with pytest.raises(ValueError, match=r"^z\.0 makes a column 'z\.0\.1', and the row table has a column of that"):
+        export(store, out, "parquet")
+    assert not out.parent.exists()
+    assert export(store.sel(kind="resid_post"), out, "parquet") == out
+    export(store, tmp_path / "npy", "npy")
+    both = Activations.from_arrays({"z.0": np.ones((2, 3, 4)), "z.0.1": np.zeros((2, 4))})
+    with pytest.raises(ValueError, match=r"^z\.0\.1 makes a column 'z\.0\.1', and z\.0 makes one of that name"):
+        export(both, tmp_path / "both.parquet", "parquet")
+    other = Activations.from_arrays({"token": np.ones((2, 3))})
+    with pytest.raises(ValueError, match=r"^token makes a column 'token', and the row table has a column"):
+        export(other, tmp_path / "other.parquet", "parquet")
+
+
+def test_sites_that_are_no_files_of_their_own_are_refused(tmp_path) -> None:
+    for name in ("../up", "/tmp/up", "a/b", "a\\b", "a\0b"):
+        acts = Activations.from_arrays({"z.0": np.ones((2, 3, 4)), name: np.ones((2, 3))})
+        with pytest.raises(ValueError, match=f"Site {re.escape(repr(name))} cannot be the name of a file"):
+            export(acts, tmp_path / "folder" / "out", "npy")
+    acts = Activations.from_arrays({"Q.1": np.ones((2, 3)), "extra.1": np.ones((2, 3)), "EXTRA.1": np.ones((2, 3))})
+    with pytest.raises(ValueError, match=r"Sites 'extra\.1' and 'EXTRA\.1' would be one file where case makes no"):
+        export(acts, tmp_path / "folder" / "out", "npy")
+    assert list(tmp_path.iterdir()) == []
+    assert pd.read_parquet(export(acts, tmp_path / "t.parquet", "parquet")).shape == (2, 6)
+
+
+def test_columns_of_two_types_are_refused_before_anything_is_written(tmp_path) -> None:
+    acts = Activations.from_arrays({"a.0": np.ones((2, 3))}, rows=pd.DataFrame({"label": [1, "one"]}))
+    for form in ("npy", "parquet"):
+        with pytest.raises(TypeError, match=r"rows cannot be written as Parquet: .*Give every column one type"):
+            export(acts, tmp_path / "folder" / "out", form)
+    assert list(tmp_path.iterdir()) == []
 
 
 # Command
