@@ -208,13 +208,16 @@ def show_store(path: StoreFolder, as_json: Json = False) -> None:
 def merge_stores(
     out: Annotated[Path, typer.Argument(help="folder of the new store")],
     paths: Annotated[list[Path], typer.Argument(help="folders of the stores to join, in this order")],
+    allow_repeated: Annotated[
+        bool, typer.Option("--allow-repeated", help="take texts that are in several of them several times")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Join stores of the same model and sites into a new one."""
     with user_errors(as_json):
         from microtome.app import store_commands
 
-        store_commands.merge_stores(out, paths, as_json=as_json)
+        store_commands.merge_stores(out, paths, allow_repeated=allow_repeated, as_json=as_json)
 
 
 @store.command("export")

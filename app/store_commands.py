@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from microtome.capture.store import Store
-from microtome.capture.store_check import store_info
+from microtome.capture.store_check import said_of_differences, store_info
 from microtome.capture.store_check import verify_store as faults_of
 from microtome.capture.store_export import ExportFormat, export
 from microtome.capture.store_merge import merge_stores as merged
@@ -18,7 +18,8 @@ def show_store(path: Path, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps(asdict(info) | {"path": str(info.path), "is_whole": info.is_whole}))
         return
-    state = "whole" if info.is_whole else "not finished: run the same capture again"
+    again = "merge its parts again" if info.is_merged else "run the same capture again"
+    state = "whole" if info.is_whole else f"{'not whole' if info.is_merged else 'not finished'}: {again}"
     lines = {
         "store": str(info.path),
         "model": info.model,
@@ -31,8 +32,8 @@ def show_store(path: Path, as_json: bool = False) -> None:
     }
     for name, said in lines.items():
         print(f"{name:10}{said}")
-    for name, values in info.differences.items():
-        print(f"{name} differed between shards ({', '.join(map(str, values))}): equal to 1e-5, not byte for byte.")
+    for said in said_of_differences(info):
+        print(said)
 
 
 def verify_store(path: Path, discard_damaged: bool = False, as_json: bool = False) -> bool:
@@ -47,19 +48,22 @@ def verify_store(path: Path, discard_damaged: bool = False, as_json: bool = Fals
         print(f"shard {fault.shard}: {fault.what}")
     if faults and discard_damaged:
         print(f"{len(faults)} shard(s) discarded: run the same capture again, it makes them anew.")
+    elif faults and info.is_merged:
+        print(f"{len(faults)} shard(s) damaged. It was merged from other stores: remove it and merge its parts again.")
     elif faults:
         print(
             f"{len(faults)} shard(s) damaged. `microtome store verify {path} --discard-damaged`, then the same capture."
         )
     else:
-        rest = "" if info.is_whole else f" of {info.shards}; the others are not finished"
+        missing = "missing: merge its parts again" if info.is_merged else "not finished"
+        rest = "" if info.is_whole else f" of {info.shards}; the others are {missing}"
         print(f"{info.path}: {info.finished} shards{rest}, {spoken_bytes(info.nbytes)}, every byte as it was written.")
     return not faults
 
 
-def merge_stores(out: Path, paths: list[Path], as_json: bool = False) -> None:
+def merge_stores(out: Path, paths: list[Path], allow_repeated: bool = False, as_json: bool = False) -> None:
     """Join stores into a new one. Raises what `merge_stores` of `capture` raises."""
-    store = merged(out, paths)
+    store = merged(out, paths, allow_repeated=allow_repeated)
     print(json.dumps({"path": str(store.path), "rows": store.n_rows, "parts": len(paths)}) if as_json else store)
 
 

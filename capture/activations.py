@@ -25,6 +25,7 @@ from microtome.capture.activation_checks import as_tensors, check_axes, check_fi
 from microtome.capture.activation_files import load_activations, save_activations
 from microtome.capture.activation_frames import wide_frame
 from microtome.capture.activation_sites import choose_tensors, find_tensor, select_tensors, summarise
+from microtome.capture.row_numbers import row_numbers
 from microtome.capture.sites import Site
 from microtome.capture.stored_tensor import StoredTensor, in_memory, joined
 
@@ -222,35 +223,20 @@ class Activations:
         """
         return self._with(tensors=choose_tensors(self.tensors, sites))
 
-    def select_rows(self, which: str | Sequence | np.ndarray | pd.Series | Tensor) -> "Activations":
+    def select_rows(self, which: str | slice | Sequence | np.ndarray | pd.Series | pd.Index | Tensor) -> "Activations":
         """Only some rows, renumbered from 0.
 
         Args:
-            which: a query over the row table ("label == 1 and position > 0", as in DataFrame.query), a Boolean per
-                row, or row numbers in the order wanted.
+            which: a condition over the row table ("label == 1 and position > 0", as in DataFrame.query), a Boolean per
+                row, a slice, or row numbers in the order wanted. A missing Boolean counts as False, as in a query.
 
         Raises:
-            ValueError: no row left, a query that cannot be understood, or Booleans that are not one per row.
+            ValueError: no row left, a query that cannot be understood or is no condition, or Booleans that are not one
+                per row.
             IndexError: a row number out of range.
+            TypeError: none of these.
         """
-        if isinstance(which, str):
-            try:
-                index = self.rows.query(which).index.to_numpy()
-            except (NameError, SyntaxError, TypeError, KeyError, ValueError) as error:
-                raise ValueError(
-                    f"{which!r} is no query over the columns {list(self.rows)}: {error}. An example: "
-                    "\"position > 0 and token == ' the'\"."
-                ) from error
-        else:
-            index = which.cpu().numpy() if isinstance(which, Tensor) else np.asarray(which)
-            if index.dtype == bool:
-                if index.shape != (self.n_rows,):
-                    raise ValueError(
-                        f"The mask has shape {index.shape}; expected one Boolean per row, ({self.n_rows},)."
-                    )
-                index = np.flatnonzero(index)
-        if not len(index):
-            raise ValueError(f"No row left of {self.n_rows}: {which!r:.80} matches none.")
+        index = row_numbers(self.rows, which)
         rows = self.rows.iloc[index].reset_index(drop=True)
         picked = torch.as_tensor(np.arange(self.n_rows)[index])
         return self._with(rows=rows, tensors={s: t[picked.to(t.device)] for s, t in self.tensors.items()})

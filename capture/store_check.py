@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import torch
 from safetensors import SafetensorError, safe_open
 
 from microtome.capture.activation_sites import summarise
@@ -17,6 +18,7 @@ from microtome.capture.store_files import (
     ShardRecord,
     amiss,
     differing_environments,
+    is_merged,
     read_log,
     read_manifest,
     rewrite_log,
@@ -43,8 +45,12 @@ class StoreInfo:
         nbytes: of their files.
         seconds: that they took.
         differences: by name, values of environments that differ between shards; where there are none, the same call on
-            the same machine makes the same bytes, else the same to rounding (1e-5).
+            the same machine makes the same bytes.
         columns: of the row table.
+        coarsest: the coarsest dtype that model and values have: where environments differ, shards are equal to its
+            rounding.
+        is_generated: whether it holds what the model wrote, which may differ where environments do.
+        is_merged: whether it was joined from others, so that no capture makes its shards anew.
     """
 
     path: Path
@@ -61,6 +67,9 @@ class StoreInfo:
     seconds: float
     differences: dict[str, list]
     columns: tuple[str, ...]
+    coarsest: str
+    is_generated: bool
+    is_merged: bool
 
     @property
     def is_whole(self) -> bool:
@@ -84,8 +93,9 @@ def store_info(path: str | Path) -> StoreInfo:
     """
     path = Path(path).resolve()
     manifest, records = read_manifest(path), read_log(path)
-    whole = [record for record in records.values() if amiss(path, record) is None]
     shards = manifest["shards"]
+    numbered = [records[number] for number in sorted(records) if number in range(len(shards))]
+    whole = [record for record in numbered if amiss(path, record) is None]
     shown = {site: _shape_only(dtype, inner) for site, (dtype, inner) in sites_of(manifest).items()}
     columns: tuple[str, ...] = ()
     if whole:
@@ -106,7 +116,33 @@ def store_info(path: str | Path) -> StoreInfo:
         seconds=round(sum((record.seconds for record in whole), 0.0), 1),
         differences=differing_environments(manifest, whole),
         columns=columns,
+        coarsest=_coarsest(manifest),
+        is_generated=manifest["request"].get("generation") is not None,
+        is_merged=is_merged(manifest),
     )
+
+
+def _coarsest(manifest: dict[str, Any]) -> str:
+    """Of the dtypes of model (several are joined by "+") and values, the one of the coarsest steps."""
+    names = [str(manifest["request"].get("model dtype")), *(entry["dtype"] for entry in manifest["sites"])]
+    return max((str(dtype)[6:] for dtype in DTYPE_NAMES if str(dtype)[6:] in "+".join(names).split("+")), key=_step)
+
+
+def _step(name: str) -> float:
+    return torch.finfo(getattr(torch, name)).eps
+
+
+def said_of_differences(info: StoreInfo) -> list[str]:
+    """A line for every setting that differed between shards, and one that says what that means; none if none did."""
+    if not info.differences:
+        return []
+    lines = [f"{name} differed between shards: {', '.join(map(str, v))}" for name, v in info.differences.items()]
+    rounding = f"rounding of {info.coarsest}" if info.coarsest in ("bfloat16", "float16") else "rounding (1e-5)"
+    if info.is_generated:
+        said = f"What the model wrote may differ between them; where it does not, values are equal to {rounding}."
+    else:
+        said = f"Equal to {rounding}, not byte for byte."
+    return [*lines, said]
 
 
 def verify_store(path: str | Path, *, discard_damaged: bool = False) -> list[ShardFault]:
@@ -117,7 +153,8 @@ def verify_store(path: str | Path, *, discard_damaged: bool = False) -> list[Sha
             stay until then.
 
     Raises:
-        FileNotFoundError, ValueError: no store there, or a damaged manifest.
+        FileNotFoundError, ValueError: no store there, or a damaged manifest; damaged shards of a merged store are to be
+            discarded, which no capture makes anew.
         BlockingIOError: damaged shards are to be discarded while another process writes the store.
     """
     path = Path(path).resolve()
@@ -128,6 +165,12 @@ def verify_store(path: str | Path, *, discard_damaged: bool = False) -> list[Sha
         if (said := _fault(path, manifest, record)) is not None
     ]
     if faults and discard_damaged:
+        if is_merged(manifest):
+            raise ValueError(
+                f"{path}, shard {faults[0].shard}: {faults[0].what} ({len(faults)} of {len(manifest['shards'])} shards "
+                "are damaged). It was merged from other stores, so no capture makes them anew, and nothing was "
+                "discarded. Remove it and merge its parts again."
+            )
         with writing(path):
             damaged = {fault.shard for fault in faults}
             rewrite_log(path, [record for number, record in read_log(path).items() if number not in damaged])
@@ -135,7 +178,7 @@ def verify_store(path: str | Path, *, discard_damaged: bool = False) -> list[Sha
 
 
 def _fault(path: Path, manifest: dict[str, Any], record: ShardRecord) -> str | None:
-    if record.shard >= len(manifest["shards"]):
+    if record.shard not in range(len(manifest["shards"])):
         return f"the manifest has {len(manifest['shards'])} shards, no shard {record.shard}"
     if (said := amiss(path, record)) is not None:
         return said

@@ -35,7 +35,8 @@ def export(activations: Activations, out: str | Path, format: ExportFormat = "np
 
     Raises:
         FileExistsError: `out` is there already.
-        ValueError: another format.
+        ValueError: another format, two columns (or files) that would have one name, a name that is none of a file.
+        TypeError: a column that Parquet cannot hold.
     """
     out = Path(out).resolve()
     if format not in get_args(ExportFormat):
@@ -44,21 +45,61 @@ def export(activations: Activations, out: str | Path, format: ExportFormat = "np
         raise FileExistsError(f"{out} exists. Give another path.")
     if format == "activations":
         return activations.save(out)
+    if format == "npy":
+        _require_file_names(activations)
+    else:
+        _require_own_columns(activations)
+    rows = _row_table(activations)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = scratch_beside(out)
     try:
         if format == "npy":
-            _write_npy(activations, scratch)
+            _write_npy(activations, rows, scratch)
             os.rename(scratch, out)
         else:
-            _write_parquet(activations, scratch / "table.parquet")
+            _write_parquet(activations, rows, scratch / "table.parquet")
             os.rename(scratch / "table.parquet", out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return out
 
 
-def _write_npy(activations: Activations, folder: Path) -> None:
+def _require_file_names(activations: Activations) -> None:
+    """Raise ValueError unless every site has a file of its own in the folder, also where case makes no difference."""
+    seen: dict[str, str] = {}
+    for name in map(str, activations.tensors):
+        if any(character in name for character in "/\\\0"):
+            raise ValueError(
+                f"Site {name!r} cannot be the name of a file. Export it with format='parquet', or give it another name."
+            )
+        if (other := seen.setdefault(name.casefold(), name)) != name:
+            raise ValueError(
+                f"Sites {other!r} and {name!r} would be one file where case makes no difference. Export them one by "
+                "one, or with format='parquet'."
+            )
+
+
+def _require_own_columns(activations: Activations) -> None:
+    """Raise ValueError where a site or head would be a column that is there already."""
+    taken = {str(name): "the row table has a column" for name in activations.rows}
+    for site, tensor in activations.tensors.items():
+        for name in map(str, heads_apart({site: tensor})):
+            if name in taken:
+                raise ValueError(
+                    f"{site} makes a column {name!r}, and {taken[name]} of that name. Rename the column, leave the "
+                    "site out, or export with format='npy'."
+                )
+            taken[name] = f"{site} makes one"
+
+
+def _row_table(activations: Activations) -> pyarrow.Table:
+    try:
+        return pyarrow.Table.from_pandas(activations.rows, preserve_index=False)
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise TypeError(f"rows cannot be written as Parquet: {error}. Give every column one type and name.") from error
+
+
+def _write_npy(activations: Activations, rows: pyarrow.Table, folder: Path) -> None:
     for site, tensor in activations.tensors.items():
         dtype = _numpy_dtype(tensor.dtype)
         array = np.lib.format.open_memmap(folder / f"{site}.npy", mode="w+", dtype=dtype, shape=tuple(tensor.shape))
@@ -67,12 +108,11 @@ def _write_npy(activations: Activations, folder: Path) -> None:
             array[first : first + len(piece)] = _plain(piece).numpy()
             first += len(piece)
         array.flush()
-    activations.rows.to_parquet(folder / "rows.parquet", index=False)
+    pyarrow.parquet.write_table(rows, folder / "rows.parquet")
 
 
-def _write_parquet(activations: Activations, file: Path) -> None:
+def _write_parquet(activations: Activations, rows: pyarrow.Table, file: Path) -> None:
     parts = heads_apart(activations.tensors)
-    rows = pyarrow.Table.from_pandas(activations.rows, preserve_index=False)
     lists = [
         pyarrow.field(str(site), pyarrow.list_(pyarrow.from_numpy_dtype(_numpy_dtype(part.dtype)), part.shape[1]))
         for site, part in parts.items()

@@ -8,7 +8,7 @@
 
 A shard counts once its line is in shards.jsonl, which is written last, so a kill at any moment leaves whole shards and
 perhaps one file that no line names; a last line that was cut off counts for nothing. Equal requests have equal shards,
-byte for byte where the environments are equal too, else to rounding (1e-5); the manifest says which differed.
+byte for byte where the environments are equal too, else to rounding of their dtype; the manifest says which differed.
 """
 
 import json
@@ -27,7 +27,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from microtome.capture.hashes import write_atomically
-from microtome.capture.safetensors_file import FileFacts
+from microtome.capture.safetensors_file import DTYPE_NAMES, FileFacts
 from microtome.capture.sites import Site
 from microtome.data.registry import file_sha256
 from microtome.data.replaced_file import replaced_file
@@ -85,18 +85,75 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{path} holds no store: it has no {MANIFEST}. Give the folder that capture(store=) wrote.")
+    records = read_log(path)  # before the manifest, which gets an environment before a shard of it is counted
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(
-            f"{file} is damaged: {error}. The shards are whole without it; restore it, or capture to another folder."
-        ) from error
-    expected = {"format", "request", "sites", "shards", "environments", "provenance"}
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not expected <= set(manifest):
+        raise _damaged(file, str(error)) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(
             f"{file} is not in the format {FORMAT!r}. Is it a folder of Activations? Use Activations.load."
         )
+    if (said := _wrong_in(manifest, records)) is not None:
+        raise _damaged(file, said)
     return manifest
+
+
+def _damaged(file: Path, said: str) -> ValueError:
+    return ValueError(f"{file} is damaged: {said}. The shards are whole without it; restore it, or capture anew.")
+
+
+def _wrong_in(manifest: dict[str, Any], records: dict[int, ShardRecord]) -> str | None:
+    """What makes a manifest one that no capture wrote; None if nothing does."""
+    for name, kind in {
+        "request": dict,
+        "sites": list,
+        "shards": list,
+        "environments": list,
+        "provenance": dict,
+    }.items():
+        if not isinstance(value := manifest.get(name), kind):
+            return f"{name} is {value!r:.60}, not a {'mapping' if kind is dict else 'list'}"
+    for name in ("sites", "shards"):
+        if not manifest[name]:
+            return f"{name} is empty"
+    for number, entry in enumerate(manifest["sites"]):
+        if (said := _wrong_in_site(entry)) is not None:
+            return f"sites[{number}]: {said}"
+    if len(sites_of(manifest)) < len(manifest["sites"]):
+        return "sites names one twice"
+    stop = 0
+    for number, shard in enumerate(manifest["shards"]):
+        bounds = (shard.get("first"), shard.get("stop")) if isinstance(shard, dict) else (None, None)
+        if not all(type(bound) is int for bound in bounds) or bounds[0] != stop or bounds[1] < stop:
+            return f"shards[{number}] is {shard!r:.60}, which does not go on at text {stop}"
+        stop = bounds[1]
+    for number, facts in enumerate(manifest["environments"]):
+        if not isinstance(facts, dict):
+            return f"environments[{number}] is {facts!r:.60}, not a mapping"
+    n_environments = len(manifest["environments"])
+    for number, record in records.items():
+        if record.environment not in range(n_environments):
+            return f"shard {number} was made in environment {record.environment}, of which it has {n_environments}"
+    model = manifest["provenance"].get("model", {"name": ""})
+    if not isinstance(model, dict) or "name" not in model:
+        return f"provenance says of the model {model!r:.60}, not a mapping with its name"
+    return None
+
+
+def _wrong_in_site(entry: Any) -> str | None:
+    if not isinstance(entry, dict) or not isinstance(entry.get("site"), dict):
+        return f"{entry!r:.60} is no site"
+    if entry.get("dtype") not in (known := [str(dtype)[6:] for dtype in DTYPE_NAMES]):
+        return f"dtype is {entry.get('dtype')!r}, not one of {', '.join(known)}"
+    inner = entry.get("inner")
+    if not isinstance(inner, list) or not inner or any(type(size) is not int or size < 1 for size in inner):
+        return f"inner is {inner!r:.60}, not the sizes of the axes behind the rows"
+    try:
+        hash(Site(**entry["site"]))
+    except TypeError:
+        return f"{entry['site']!r:.60} is no site"
+    return None
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
@@ -154,10 +211,18 @@ def sites_of(manifest: dict[str, Any]) -> dict[Site, tuple[torch.dtype, tuple[in
     }
 
 
+def is_merged(manifest: dict[str, Any]) -> bool:
+    """Whether a store was joined from others, so that no capture makes its shards anew."""
+    return bool(manifest.get("merged")) or "parts" in manifest["provenance"]
+
+
 def differing_environments(manifest: dict[str, Any], records: Iterable[ShardRecord]) -> dict[str, list]:
-    """By name, the values that the shards were made with, where they were made with several."""
-    used = sorted({record.environment for record in records})
-    facts = [manifest["environments"][number] for number in used]
+    """By name, the values that the shards were made with, where they were made with several.
+
+    Environments that the manifest does not have count for nothing.
+    """
+    used = {record.environment for record in records}
+    facts = [facts for number, facts in enumerate(manifest["environments"]) if number in used]
     names = dict.fromkeys(name for fact in facts for name in fact)
     values = {name: list(dict.fromkeys(json.dumps(fact.get(name)) for fact in facts)) for name in names}
     return {name: [json.loads(value) for value in several] for name, several in values.items() if len(several) > 1}

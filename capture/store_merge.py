@@ -1,7 +1,7 @@
 """Join stores of one model and one list of sites into a new one, such as those that several machines made.
 
-Shards are linked where the file system can, else copied, and stay byte for byte what they were; texts are numbered on
-from store to store. The result cannot be gone on with, only read.
+Shards are copied, byte for byte, so that damage to one store does none to the other; texts are numbered on from store
+to store. The result, whose manifest says `"merged": true`, cannot be gone on with, only read.
 """
 
 import os
@@ -9,14 +9,17 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from microtome.capture.activation_files import scratch_beside
 from microtome.capture.store import Store
+from microtome.capture.store_alike import FREE, Part, require_alike, require_columns_alike, require_new_texts
 from microtome.capture.store_files import (
     amiss,
+    differing_environments,
+    is_merged,
+    now,
     read_log,
     read_manifest,
     rewrite_log,
@@ -25,94 +28,93 @@ from microtome.capture.store_files import (
     write_manifest,
     write_rows,
 )
+from microtome.data.registry import file_sha256
+from microtome.data.spoken import spoken_bytes
 
-# What may differ between parts: which texts they are, their labels, and how they are divided.
-_FREE = {"texts", "positions and token labels", "labels", "shards"}
+_ROOM = 2**20  # bytes beside the shards: manifest, log
 
 
-def merge_stores(out: str | Path, paths: Sequence[str | Path]) -> Store:
+def merge_stores(out: str | Path, paths: Sequence[str | Path], *, allow_repeated: bool = False) -> Store:
     """A new store with the rows of all, in the order given, whole or not at all.
+
+    Args:
+        allow_repeated: take a text that is in several stores several times; its rows count as often.
 
     Raises:
         FileNotFoundError: a store or a shard is missing.
         FileExistsError: `out` is there already.
-        ValueError: fewer than two stores, one that is not finished, the same texts twice, or stores of other models,
-            sites, dtypes or columns.
+        ValueError: fewer than two stores, one that is not finished or was captured with edits, texts that are in
+            several of them, stores of other models, sites, dtypes, positions or columns, too little room on the disk.
+        TypeError: one path instead of a list.
     """
+    if isinstance(paths, str | Path):
+        raise TypeError(f"paths={str(paths)!r} is one path. Pass a list of stores: merge_stores(out, [path, other]).")
     out, paths = Path(out).resolve(), [Path(path).resolve() for path in paths]
     if len(paths) < 2:
         raise ValueError(f"{len(paths)} store(s) given. Name at least two to merge.")
     if out.exists():
         raise FileExistsError(f"{out} exists. Give another folder to merge into.")
-    manifests = [_whole(path) for path in paths]
-    _require_alike(paths, manifests)
+    parts = [_whole(path) for path in paths]
+    require_alike(parts)
+    require_columns_alike(parts)
+    if not allow_repeated:
+        require_new_texts(parts)
     out.parent.mkdir(parents=True, exist_ok=True)
+    _require_room(out.parent, parts)
     scratch = scratch_beside(out)
     try:
-        _write(scratch, paths, manifests)
+        _write(scratch, parts)
         os.rename(scratch, out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return Store.open(out)
 
 
-def _whole(path: Path) -> dict[str, Any]:
-    manifest, records = read_manifest(path), read_log(path)
-    if len(records) < len(manifest["shards"]):
-        raise ValueError(
-            f"{path} has {len(records)} of {len(manifest['shards'])} shards. Finish it first: run its capture again."
-        )
-    for record in records.values():
+def _whole(path: Path) -> Part:
+    """A store that has every shard. Row tables are read anew, so they must be those that were written."""
+    manifest, log = read_manifest(path), read_log(path)
+    again = "Merge its parts again" if is_merged(manifest) else "Run its capture again"
+    shards = manifest["shards"]
+    records = tuple(log[number] for number in range(len(shards)) if number in log)
+    if len(records) < len(shards):
+        raise ValueError(f"{path} has {len(records)} of {len(shards)} shards. {again} first.")
+    for record in records:
         if (said := amiss(path, record)) is not None:
-            raise FileNotFoundError(f"{path}: {said}. Run its capture again, then merge.")
-    return manifest
+            raise FileNotFoundError(f"{path}: {said}. {again}, then merge.")
+        table = table_file(path, record.shard)
+        if file_sha256(table) != record.table_sha256:
+            raise ValueError(f"{table} is not the file that was written. Run `microtome store verify {path}`.")
+    return Part(path, manifest, records)
 
 
-def _require_alike(paths: list[Path], manifests: list[dict[str, Any]]) -> None:
-    first = manifests[0]
-    for path, manifest in zip(paths[1:], manifests[1:], strict=True):
-        names = [name for name in first["request"] if name not in _FREE]
-        differing = [name for name in names if manifest["request"].get(name) != first["request"][name]]
-        if differing or manifest["sites"] != first["sites"]:
-            what = ", ".join(differing) or "widths of sites"
-            raise ValueError(f"{path} and {paths[0]} differ in: {what}. Only stores of one kind can be merged.")
-    seen: dict[str, Path] = {}
-    for path, manifest in zip(paths, manifests, strict=True):
-        texts = str(manifest["request"]["texts"])
-        if texts in seen:
-            raise ValueError(f"{path} and {seen[texts]} hold the same texts. Name each once: rows would count twice.")
-        seen[texts] = path
+def _require_room(folder: Path, parts: Sequence[Part]) -> None:
+    needed = _ROOM + sum(r.tensors_bytes + r.table_bytes for part in parts for r in part.records)
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise ValueError(
+            f"The merged store takes {spoken_bytes(needed)}; the disk of {folder} has {spoken_bytes(free)} free. Make "
+            "room, or merge into a folder on another disk."
+        )
 
 
-def _write(folder: Path, paths: list[Path], manifests: list[dict[str, Any]]) -> None:
+def _write(folder: Path, parts: Sequence[Part]) -> None:
     records, shards, environments, first_text = [], [], [], 0
-    for path, manifest in zip(paths, manifests, strict=True):
-        for number, record in sorted(read_log(path).items()):
+    for part in parts:
+        for record, shard in zip(part.records, part.manifest["shards"], strict=True):
             new = len(records)
-            _link(shard_file(path, number), shard_file(folder, new))
-            rows = pd.read_parquet(table_file(path, number))
+            shutil.copyfile(shard_file(part.path, record.shard), shard_file(folder, new))
+            rows = pd.read_parquet(table_file(part.path, record.shard))
             table = write_rows(table_file(folder, new), rows.assign(text=rows["text"] + first_text))
             made = replace(record, shard=new, environment=record.environment + len(environments))
             records.append(replace(made, table_bytes=table.bytes, table_sha256=table.sha256))
-            part = manifest["shards"][number]
-            shards.append(part | {"first": part["first"] + first_text, "stop": part["stop"] + first_text})
-        first_text += max(part["stop"] for part in manifest["shards"])
-        environments += manifest["environments"]
-    request = manifests[0]["request"] | {
-        name: [manifest["request"][name] for manifest in manifests] for name in sorted(_FREE)
-    }
-    merged = manifests[0] | {"request": request, "shards": shards, "environments": environments}
-    merged["provenance"] = {
-        "model": manifests[0]["provenance"]["model"],
-        "positions": manifests[0]["provenance"]["positions"],
-        "parts": [manifest["provenance"] for manifest in manifests],
-    }
-    write_manifest(folder, merged)
+            shards.append(shard | {"first": shard["first"] + first_text, "stop": shard["stop"] + first_text})
+        first_text = shards[-1]["stop"]
+        environments += part.manifest["environments"]
+    first = parts[0].manifest
+    request = first["request"] | {name: [part.manifest["request"][name] for part in parts] for name in sorted(FREE)}
+    told = ("model", "positions", "include_special", "generation", "edits")  # of all alike
+    provenance = {name: parts[0].captures[0][name] for name in told if name in parts[0].captures[0]}
+    provenance["parts"] = [part.manifest["provenance"] for part in parts]
+    merged = first | {"merged": True, "date": now(), "request": request, "shards": shards, "environments": environments}
+    differences = differing_environments(merged, records)
+    write_manifest(folder, merged | {"differences": differences, "provenance": provenance})
     rewrite_log(folder, records)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)

@@ -143,10 +143,13 @@ EXPORT = {"format": "npy", "sites": None, "rows": None, "as_json": False}
             ]
         ],
         ("store info a", "store_commands", "show_store", (Path("a"),), {"as_json": False}),
-        (
-            "store merge o a b --json",
-            *("store_commands", "merge_stores", (Path("o"), [Path("a"), Path("b")]), {"as_json": True}),
-        ),
+        *[
+            (f"store merge o a b{flag}", "store_commands", "merge_stores", (Path("o"), [Path("a"), Path("b")]), options)
+            for flag, options in [
+                (" --json", {"allow_repeated": False, "as_json": True}),
+                (" --allow-repeated", {"allow_repeated": True, "as_json": False}),
+            ]
+        ],
         ("store export a o", "store_commands", "export_store", (Path("a"), Path("o")), EXPORT),
         (
             "store export a o --format parquet --site z.1 --site embed --rows label==1",

@@ -1,5 +1,7 @@
 """The Activations value: names, selections, arrays from elsewhere, joining, display."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -139,6 +141,19 @@ def test_selecting_what_is_not_there(acts, options, message):
         lambda acts: [label == 1 for label in acts.rows["label"]],
         lambda acts: [1, 4],
         lambda acts: [-5, -2],
+        lambda acts: slice(1, 5, 3),
+        lambda acts: (1, 4),
+        lambda acts: range(1, 5, 3),
+        lambda acts: pd.Index([1, 4]),
+        lambda acts: np.array([1, 4], dtype=np.uint8),
+        lambda acts: np.array([1, 4], dtype=object),
+        lambda acts: (acts.rows["label"] == 1).astype(object),
+        lambda acts: (acts.rows["label"] == 1).to_numpy(dtype=object),
+        lambda acts: (acts.rows["label"] == 1).astype("boolean").mask(acts.rows["label"] == 0),
+        lambda acts: pd.Series([1, 4], index=[7, 9]),
+        "(label == 1).astype('boolean')",
+        "(label == 1).tolist()",
+        "index in [1, 4]",
     ],
 )
 def test_every_way_to_name_rows_is_the_same(acts, which):
@@ -165,11 +180,47 @@ def test_rows_are_given_in_the_order_wanted(acts):
         ("label == 7", ValueError, "No row left of 6: 'label == 7' matches none"),
         ([True], ValueError, r"mask has shape \(1,\); expected one Boolean per row, \(6,\)"),
         ([6], IndexError, "out-of-bounds"),
+        ([], ValueError, r"No row left of 6: \[\] matches none"),
+        (slice(9, 12), ValueError, r"No row left of 6: slice\(9, 12, None\) matches none"),
+        (np.array([True], dtype=object), ValueError, r"mask has shape \(1,\); expected one Boolean per row, \(6,\)"),
+        *(
+            (query, ValueError, rf"'{re.escape(query)}' is no condition, true or false of each row. An example: ")
+            for query in (
+                "label + 1",
+                "label",
+                "-label",
+                "label = 1",
+                "1",
+                "True",
+                "[0, 1]",
+                "label.head(2) > 0",
+                "token",
+                "index",
+            )
+        ),
+        ("label.nothing > 1", ValueError, "'label.nothing > 1' is no query over the columns"),
+        ("[x for x in label]", ValueError, "is no query over the columns"),
+        *(
+            (which, TypeError, r"^select_rows\(.*expected a condition .*one Boolean per row, a slice, or a list")
+            for which in (
+                5,
+                True,
+                {1, 4},
+                (n for n in range(2)),
+                None,
+                [0.0, 1.0],
+                ["0"],
+                [[0, 1]],
+                {0: 1},
+                [None, True],
+            )
+        ),
+        (torch.tensor(3), TypeError, r"^select_rows\(tensor\(3\)\): expected a condition"),
     ],
 )
 def test_impossible_rows(acts, which, error, message):
     with pytest.raises(error, match=message):
-        acts.select_rows(which)
+        Activations.select_rows.__wrapped__(acts, which)
 
 
 # Arrays from elsewhere
