@@ -28,6 +28,7 @@ from microtome.capture.store_files import (
     ShardRecord,
     amiss,
     differing_environments,
+    is_merged,
     read_log,
     read_manifest,
     shard_file,
@@ -96,21 +97,24 @@ class Store(Activations):
         manifest, records = read_manifest(path), read_log(path)
         n_shards = len(manifest["shards"])
         wrong = {number: said for number, record in records.items() if (said := amiss(path, record)) is not None}
+        mend = "Run the same capture again: it makes what is amiss anew and keeps the others"
+        if is_merged(manifest):
+            mend = "It was merged from other stores, so no capture mends it: remove it and merge its parts again"
         if wrong and not partial:
             number, said = next(iter(wrong.items()))
             kind = FileNotFoundError if said.endswith("missing") else ValueError
             raise kind(
-                f"{path}, shard {number}: {said} ({len(wrong)} of {n_shards} shards are amiss). Run the same capture "
-                "again: it makes them anew and keeps the others. Or read the others: Store.open(path, partial=True)."
+                f"{path}, shard {number}: {said} ({len(wrong)} of {n_shards} shards are amiss). {mend}. Or read the "
+                "others: Store.open(path, partial=True)."
             )
         whole = [records[number] for number in sorted(records) if number not in wrong and number < n_shards]
         if len(whole) < n_shards and not partial:
             raise ValueError(
-                f"{path} has {len(whole)} of {n_shards} shards. Run the same capture again to finish it, or read what "
-                "is there: Store.open(path, partial=True)."
+                f"{path} has {len(whole)} of {n_shards} shards. {mend}. Or read what is there: "
+                "Store.open(path, partial=True)."
             )
         if not whole:
-            raise ValueError(f"{path} has no finished shard yet. Run the same capture again.")
+            raise ValueError(f"{path} has no finished shard. {mend}.")
         starts = (0, *np.cumsum([record.rows for record in whole]).tolist())
         files = tuple(shard_file(path, record.shard) for record in whole)
         tensors = {

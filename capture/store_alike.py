@@ -19,7 +19,7 @@ import pyarrow.parquet
 from microtome.capture.store_files import ShardRecord, table_file
 
 # What may differ between parts: which texts they are, their labels, and how they are divided.
-FREE = {"texts", "positions and token labels", "labels", "shards"}
+FREE = {"texts", "strings, positions and token labels", "labels", "shards"}
 # Of how texts were encoded, what belongs to the texts and not to the way.
 _OF_THE_TEXTS = {"kind", "n_texts", "n_truncated", "token_ids_sha256", "shapes"}
 _ONE_EACH = {"ndarray": "list", "Tensor": "list", "Series": "list"}  # positions given one by one, as any of these
@@ -160,7 +160,7 @@ def _texts(part: Part) -> Iterator[str]:
     files = [table_file(part.path, record.shard) for record in part.records]
     columns = set(pyarrow.parquet.read_schema(files[0]).names)
     if (name := next((name for name in ("string", "token_ids") if name in columns), None)) is None:
-        yield from _leaves(part.manifest["request"]["positions and token labels"])
+        yield from _leaves(part.manifest["request"]["strings, positions and token labels"])
         return
     for file in files:
         yield from pd.read_parquet(file, columns=["text", name]).drop_duplicates("text")[name].astype(str)

@@ -124,7 +124,10 @@ def store_info(path: str | Path) -> StoreInfo:
 
 def _coarsest(manifest: dict[str, Any]) -> str:
     """Of the dtypes of model (several are joined by "+") and values, the one of the coarsest steps."""
-    names = [str(manifest["request"].get("model dtype")), *(entry["dtype"] for entry in manifest["sites"])]
+    names = [
+        str(manifest["provenance"].get("model", {}).get("dtype")),
+        *(entry["dtype"] for entry in manifest["sites"]),
+    ]
     return max((str(dtype)[6:] for dtype in DTYPE_NAMES if str(dtype)[6:] in "+".join(names).split("+")), key=_step)
 
 

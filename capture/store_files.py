@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,8 @@ def read_log(path: Path) -> dict[int, ShardRecord]:
         try:
             record = ShardRecord(**json.loads(line))
         except (ValueError, TypeError):
+            continue
+        if any(type(getattr(record, field.name)) is not field.type for field in fields(ShardRecord)):
             continue
         records[record.shard] = record
     return records

@@ -87,6 +87,18 @@ def _whole(path: Path) -> Part:
     return Part(path, manifest, records)
 
 
+def _copy(source: Path, target: Path, sha256: str) -> None:
+    """Copy a shard to the disk; raises ValueError if it is not the file that was written."""
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as file:
+        os.fsync(file.fileno())
+    if file_sha256(target) != sha256:
+        raise ValueError(
+            f"{source} is not the file that was written. Run `microtome store verify {source.parent}`, mend it, then "
+            "merge."
+        )
+
+
 def _require_room(folder: Path, parts: Sequence[Part]) -> None:
     needed = _ROOM + sum(r.tensors_bytes + r.table_bytes for part in parts for r in part.records)
     if needed > (free := shutil.disk_usage(folder).free):
@@ -101,7 +113,7 @@ def _write(folder: Path, parts: Sequence[Part]) -> None:
     for part in parts:
         for record, shard in zip(part.records, part.manifest["shards"], strict=True):
             new = len(records)
-            shutil.copyfile(shard_file(part.path, record.shard), shard_file(folder, new))
+            _copy(shard_file(part.path, record.shard), shard_file(folder, new), record.tensors_sha256)
             rows = pd.read_parquet(table_file(part.path, record.shard))
             table = write_rows(table_file(folder, new), rows.assign(text=rows["text"] + first_text))
             made = replace(record, shard=new, environment=record.environment + len(environments))

@@ -59,6 +59,8 @@ def test_the_hash_tells_types_and_values_apart() -> None:
     assert one == labels_sha256(label_table({"b": [3, 4], "a": [1, 2]}, 2))
     assert one != labels_sha256(label_table({"a": [3, 4], "b": [1, 2]}, 2))
     assert labels_sha256(None) is None
+    plain, category = pd.Series(["x", "y"]), pd.Categorical(["x", "y"])
+    assert labels_sha256(label_table({"k": plain}, 2)) != labels_sha256(label_table({"k": category}, 2))
 
 
 @pytest.fixture(scope="module")

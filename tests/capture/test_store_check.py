@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from microtome.app import store_commands
+from microtome.capture import store_request, store_writer
 from microtome.capture.collect import capture
 from microtome.capture.generated import Generation
 from microtome.capture.models import LoadedModel
@@ -179,23 +180,32 @@ def test_a_merged_store_that_lacks_a_shard_is_not_captured_again(merged, part, c
         ),
     ],
 )
-def test_what_differing_environments_mean(tiny, word_tokenizer, part, capsys, model_dtype, changes, said) -> None:
+def test_what_differing_environments_mean(
+    tiny, word_tokenizer, part, capsys, monkeypatch, model_dtype, changes, said
+) -> None:
     model = LoadedModel.from_module(tiny("llama").to(model_dtype), word_tokenizer, name="llama")
     path = part("s", model=model, **changes).path
     assert said_of_differences(store_info(path)) == []
     shard_file(path, 1).unlink()
-    part("s", model=model, max_tokens=16, **changes)
-    differed = "max_tokens differed between shards: 2048, 16"
+    with_threads(monkeypatch, 64)
+    part("s", model=model, **changes)
+    differed = f"torch_threads differed between shards: {torch.get_num_threads()}, 64"
     assert said_of_differences(store_info(path)) == [differed, said]
     store_commands.show_store(path)
     assert capsys.readouterr().out.endswith(f"{differed}\n{said}\n")
 
 
-def test_merged_stores_say_what_their_parts_wrote(part, tmp_path) -> None:
-    paths = [
-        part(name, first, first + 3, generate=Generation(2), max_tokens=n).path
-        for name, first, n in (("a", 0, 16), ("b", 3, 32))
-    ]
+def with_threads(monkeypatch, number: int) -> None:
+    """As if the next captures ran with that many threads."""
+    facts = store_request.environment_of
+    monkeypatch.setattr(store_writer, "environment_of", lambda job: facts(job) | {"torch_threads": number})
+
+
+def test_merged_stores_say_what_their_parts_wrote(part, tmp_path, monkeypatch) -> None:
+    paths = []
+    for name, first, n in (("a", 0, 16), ("b", 3, 32)):
+        with_threads(monkeypatch, n)
+        paths.append(part(name, first, first + 3, generate=Generation(2)).path)
     info = store_info(merge_stores(tmp_path / "both", paths).path)
     assert said_of_differences(info)[-1].startswith("What the model wrote may differ between them")
 

@@ -252,3 +252,14 @@ def test_merge_takes_repeated_texts_if_told_to(part, tmp_path, capsys) -> None:
         store_commands.merge_stores(tmp_path / "all", paths)
     store_commands.merge_stores(tmp_path / "all", paths, allow_repeated=True)
     assert "Store(70 rows" in capsys.readouterr().out
+
+
+def test_a_damaged_shard_is_not_merged(part, tmp_path) -> None:
+    """One flipped bit in a part must not pass into the whole with nothing said."""
+    parts = [part("a", 0, 4).path, part("b", 4, 6).path]
+    data = bytearray(shard_file(parts[1], 0).read_bytes())
+    data[-5] ^= 1
+    shard_file(parts[1], 0).write_bytes(data)
+    with pytest.raises(ValueError, match=r"shard-00000\.safetensors is not the file that was written"):
+        merge_stores(tmp_path / "all", parts)
+    assert not (tmp_path / "all").exists()
