@@ -10,6 +10,7 @@ says so.) Reading maps the tensors into memory, so that only what is touched is 
 default, touches all of it once.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -140,11 +141,10 @@ def _write(
     except (pyarrow.ArrowException, ValueError) as error:
         raise TypeError(f"rows cannot be written as Parquet: {error}. Give every column one type.") from error
     layout = {str(site): (tensor.dtype, tuple(tensor.shape)) for site, tensor in tensors.items()}
-    values = write_safetensors(
-        folder / _TENSORS, layout, (part.detach().cpu() for t in tensors.values() for part in pieces(t))
-    )
+    parts = (part.detach().cpu() for tensor in tensors.values() for part in pieces(tensor))
+    values = write_safetensors(folder / _TENSORS, layout, parts, hashlib.sha256())
     manifest["files"] = {
-        _TENSORS: asdict(values),
+        _TENSORS: {"bytes": values.bytes, "sha256": values.digest},
         _ROWS: {"bytes": (folder / _ROWS).stat().st_size, "sha256": file_sha256(folder / _ROWS)},
     }
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")

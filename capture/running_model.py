@@ -5,13 +5,13 @@ number in the configuration that was changed in place, or a hook that somebody r
 and replaced methods only the names can be compared, not what they do.
 """
 
-import hashlib
 import json
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from microtome.capture.fingerprint import new_fingerprint
 from microtome.capture.hashes import text_sha256
 from microtome.capture.hooks import HOOKS
 
@@ -22,7 +22,7 @@ _OF_CONFIG = {"_name_or_path", "_attn_implementation", "attn_implementation", "t
 
 def running_model(model: nn.Module) -> dict[str, str]:
     """Hashes of its tensors (`weights`), of its classes, numbers and configuration (`settings`), and names of foreign
-    hooks and replaced methods (`hooks`). Reads every weight once: some half a second per gigabyte."""
+    hooks and replaced methods (`hooks`). Reads every weight once, at the speed of memory."""
     config = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {"config": repr(config)}
     make = [
@@ -31,7 +31,7 @@ def running_model(model: nn.Module) -> dict[str, str]:
     ]
     described = [{k: v for k, v in settings.items() if k not in _OF_CONFIG}, make]
     return {
-        "weights": _tensors_sha256(model),
+        "weights": _tensors(model),
         "settings": text_sha256(json.dumps(described, sort_keys=True, default=str)),
         "hooks": ", ".join(_foreign(model)),
     }
@@ -51,9 +51,9 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.dtype | type)
 
 
-def _tensors_sha256(model: nn.Module) -> str:
+def _tensors(model: nn.Module) -> str:
     """Over name, dtype, shape and bytes of parameters and buffers, those that no checkpoint holds included."""
-    digest = hashlib.sha256()
+    digest = new_fingerprint()
     for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda item: item[0]):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         if not tensor.is_meta:  # offloaded: its bytes are with the hooks that bring it

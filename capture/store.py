@@ -192,5 +192,5 @@ def _facts(manifest: dict[str, Any], records: Sequence[ShardRecord]) -> dict[str
         "shards": len(records),
         "environments": manifest["environments"],
         "differences": differing_environments(manifest, records),
-        "tensors_sha256": [record.tensors_sha256 for record in records],
+        "tensors_digest": [record.tensors_digest for record in records],
     }

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from microtome.capture.activation_sites import summarise
+from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.safetensors_file import DTYPE_NAMES
 from microtome.capture.store_files import (
     ShardRecord,
@@ -28,7 +29,6 @@ from microtome.capture.store_files import (
     writing,
 )
 from microtome.capture.stored_tensor import StoredTensor
-from microtome.data.registry import file_sha256
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def said_of_differences(info: StoreInfo) -> list[str]:
 
 
 def verify_store(path: str | Path, *, discard_damaged: bool = False) -> list[ShardFault]:
-    """Read every finished shard, compare it with its SHA-256 and its header with the manifest; the faults found.
+    """Read every finished shard, compare it with its hash and its header with the manifest; the faults found.
 
     Args:
         discard_damaged: count damaged shards as not finished, so that the same capture makes them anew. Their files
@@ -186,9 +186,9 @@ def _fault(path: Path, manifest: dict[str, Any], record: ShardRecord) -> str | N
     if (said := amiss(path, record)) is not None:
         return said
     tensors, table = shard_file(path, record.shard), table_file(path, record.shard)
-    for file, digest in ((tensors, record.tensors_sha256), (table, record.table_sha256)):
-        if file_sha256(file) != digest:
-            return f"{file.name} is not the file that was written: its SHA-256 differs"
+    for file, digest in ((tensors, record.tensors_digest), (table, record.table_digest)):
+        if file_fingerprint(file) != digest:
+            return f"{file.name} is not the file that was written: its hash differs"
     return _other_content(manifest, record, tensors, table)
 
 

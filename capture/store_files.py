@@ -1,7 +1,7 @@
 """The files of a store, and the only place that knows their layout.
 
     <path>/manifest.json             what is captured (the request), how it is divided, who wrote it (environments)
-           shards.jsonl              one line per finished shard: rows, sizes and SHA-256 of its two files
+           shards.jsonl              one line per finished shard: rows, sizes and hash (XXH3-128) of its two files
            shard-00003.safetensors   one tensor per site, rows in order
            rows-00003.parquet        the row table of that shard
            writer.lock, writer.json  held while a process writes, and who it is
@@ -26,10 +26,10 @@ import pyarrow
 import torch
 from filelock import FileLock, Timeout
 
+from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.hashes import write_atomically
 from microtome.capture.safetensors_file import DTYPE_NAMES, FileFacts
 from microtome.capture.sites import Site
-from microtome.data.registry import file_sha256
 from microtome.data.replaced_file import replaced_file
 
 FORMAT = "microtome store 1"
@@ -38,16 +38,16 @@ MANIFEST, LOG, LOCK, WRITER = "manifest.json", "shards.jsonl", "writer.lock", "w
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard. shard: its number. rows, tokens: how many. tensors_*, table_*: size in bytes and SHA-256 of its
-    two files. environment: number of the environment in the manifest. seconds: what it took. date: when it was done."""
+    """A finished shard. shard: its number. rows, tokens: how many. tensors_*, table_*: size in bytes and XXH3-128 of
+    its two files. environment: its number in the manifest. seconds: what it took. date: when it was done."""
 
     shard: int
     rows: int
     tokens: int
     tensors_bytes: int
-    tensors_sha256: str
+    tensors_digest: str
     table_bytes: int
-    table_sha256: str
+    table_digest: str
     environment: int
     seconds: float
     date: str
@@ -240,7 +240,7 @@ def write_rows(file: Path, table: pd.DataFrame) -> FileFacts:
             table.to_parquet(scratch, index=False)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, pyarrow.ArrowNotImplementedError) as error:
         raise TypeError(f"rows cannot be written as Parquet: {error}. Give every label column one type.") from error
-    return FileFacts(file.stat().st_size, file_sha256(file))
+    return FileFacts(file.stat().st_size, file_fingerprint(file))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from microtome.capture.activation_files import scratch_beside
+from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.store import Store
 from microtome.capture.store_alike import FREE, Part, require_alike, require_columns_alike, require_new_texts
 from microtome.capture.store_files import (
@@ -28,7 +29,6 @@ from microtome.capture.store_files import (
     write_manifest,
     write_rows,
 )
-from microtome.data.registry import file_sha256
 from microtome.data.spoken import spoken_bytes
 
 _ROOM = 2**20  # bytes beside the shards: manifest, log
@@ -82,17 +82,17 @@ def _whole(path: Path) -> Part:
         if (said := amiss(path, record)) is not None:
             raise FileNotFoundError(f"{path}: {said}. {again}, then merge.")
         table = table_file(path, record.shard)
-        if file_sha256(table) != record.table_sha256:
+        if file_fingerprint(table) != record.table_digest:
             raise ValueError(f"{table} is not the file that was written. Run `microtome store verify {path}`.")
     return Part(path, manifest, records)
 
 
-def _copy(source: Path, target: Path, sha256: str) -> None:
+def _copy(source: Path, target: Path, digest: str) -> None:
     """Copy a shard to the disk; raises ValueError if it is not the file that was written."""
     shutil.copyfile(source, target)
     with open(target, "rb+") as file:
         os.fsync(file.fileno())
-    if file_sha256(target) != sha256:
+    if file_fingerprint(target) != digest:
         raise ValueError(
             f"{source} is not the file that was written. Run `microtome store verify {source.parent}`, mend it, then "
             "merge."
@@ -113,11 +113,11 @@ def _write(folder: Path, parts: Sequence[Part]) -> None:
     for part in parts:
         for record, shard in zip(part.records, part.manifest["shards"], strict=True):
             new = len(records)
-            _copy(shard_file(part.path, record.shard), shard_file(folder, new), record.tensors_sha256)
+            _copy(shard_file(part.path, record.shard), shard_file(folder, new), record.tensors_digest)
             rows = pd.read_parquet(table_file(part.path, record.shard))
             table = write_rows(table_file(folder, new), rows.assign(text=rows["text"] + first_text))
             made = replace(record, shard=new, environment=record.environment + len(environments))
-            records.append(replace(made, table_bytes=table.bytes, table_sha256=table.sha256))
+            records.append(replace(made, table_bytes=table.bytes, table_digest=table.digest))
             shards.append(shard | {"first": shard["first"] + first_text, "stop": shard["stop"] + first_text})
         first_text = shards[-1]["stop"]
         environments += part.manifest["environments"]

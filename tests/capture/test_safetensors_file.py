@@ -4,8 +4,10 @@ import hashlib
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 
+from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.safetensors_file import write_safetensors
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -20,15 +22,20 @@ def test_the_library_reads_it(tmp_path) -> None:
     tensors["one"] = torch.randn(5, 4).t()  # not contiguous
     facts = write_safetensors(tmp_path / "f", layout_of(tensors), tensors.values())
     data = (tmp_path / "f").read_bytes()
-    assert (facts.bytes, facts.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert (facts.bytes, facts.digest) == (len(data), xxhash.xxh3_128(data).hexdigest())
     assert int.from_bytes(data[:8], "little") % 8 == 0
     found = load_file(tmp_path / "f")
     assert found.keys() == tensors.keys()
     assert all(found[name].dtype == tensors[name].dtype and torch.equal(found[name], tensors[name]) for name in found)
 
 
-def test_pieces_of_rows_give_the_same_bytes(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("microtome.capture.safetensors_file._BYTES_AT_ONCE", 10)
+def test_any_digest_is_told_all_bytes(tmp_path) -> None:
+    facts = write_safetensors(tmp_path / "f", {"a": (torch.float32, (1,))}, [torch.ones(1)], hashlib.sha256())
+    assert facts.digest == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+    assert file_fingerprint(tmp_path / "f") == xxhash.xxh3_128((tmp_path / "f").read_bytes()).hexdigest()
+
+
+def test_pieces_of_rows_give_the_same_bytes(tmp_path) -> None:
     tensors = {"a": torch.randn(10, 3), "b": torch.randn(4, 2)}
     whole = write_safetensors(tmp_path / "whole", layout_of(tensors), tensors.values())
     made = (piece.clone() for tensor in tensors.values() for piece in tensor.split(3))

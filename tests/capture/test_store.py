@@ -470,7 +470,7 @@ def test_verify_finds_one_flipped_bit_and_the_same_capture_mends_it(kept) -> Non
         (path / name).write_bytes(data)
     faults = verify_store(path)
     assert [fault.shard for fault in faults] == [1, 2]
-    assert all("SHA-256 differs" in fault.what for fault in faults)
+    assert all("hash differs" in fault.what for fault in faults)
     kept()  # sizes are right: a run alone cannot know
     assert len(verify_store(path, discard_damaged=True)) == 2
     assert store_info(path).finished == store_info(path).shards - 2
@@ -560,10 +560,10 @@ def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 limit, path = 2**23, sys.argv[1]
 sites = ["resid_post", "z", "mlp_act", "q", "attn_out"]
-small = capture(model, Texts(170), sites, "all", store=path + "/small", shard_bytes=limit, progress=False)
+small = capture(model, Texts(520), sites, "all", store=path + "/small", shard_bytes=limit, progress=False)
 list(small.parts())
 before = peak()
-store = capture(model, Texts(2000), sites, "all", store=path + "/large", shard_bytes=limit, progress=False)
+store = capture(model, Texts(2400), sites, "all", store=path + "/large", shard_bytes=limit, progress=False)
 written = peak()
 assert verify_store(store.path) == []
 assert sum(float(part["z.1"].sum()) != 0 for part in store.parts()) > 10
@@ -572,15 +572,15 @@ print(before, written, peak(), store.nbytes, small.nbytes, limit)
 
 
 def test_memory_does_not_grow_with_the_texts(tmp_path) -> None:
-    """A store of ten times the limit takes no more memory than one of the limit: written, verified, read by parts."""
+    """A store of many shards takes no more memory than one of three: written, verified, read by parts."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MICROTOME_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", LARGE, tmp_path], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     before, written, read, large, small, limit = map(int, done.stdout.split())
-    assert small > 0.9 * limit
-    assert large > 10 * limit
+    assert small > 2.9 * limit
+    assert large > 13 * limit
     assert written - before < limit
     assert read - before < limit
 
