@@ -29,7 +29,7 @@ from microtome.capture.sites import Site
 from microtome.capture.texts import TokenIdsHash, check_of, text_checks
 from microtome.capture.token_labels import kind_of_values, token_label_columns
 
-SHARD_BYTES = 2**30  # larger shards have batches of more equal lengths: at 2**28 a capture took a tenth longer
+SHARD_BYTES = 2**30  # larger shards have batches of more equal lengths: docs/results.md
 SHARD_TOKENS = 2**15
 _PER_TOKEN = ("is_special", "tokens", "token_ids", "token_type_ids", "offsets")
 _CHUNK = 1024  # texts encoded together
