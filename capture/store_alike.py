@@ -77,7 +77,8 @@ def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     settings, others = _settings(one), _settings(other)
     if not any((capture.get("texts") or {}).get("n_truncated") for capture in (one, other)):
         for name in ("truncate", "max_length"):  # of no effect
-            settings.pop(name, None), others.pop(name, None)
+            settings.pop(name, None)
+            others.pop(name, None)
     return [
         f"{name} ({others.get(name)!r:.40} and {settings.get(name)!r:.40})"
         for name in settings | others
