@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
 from microtome.app.declared_packages import DeclaredPackage, declared_packages, pip_command
-from microtome.app.machine import can_write, cores, folder_bytes, free_disk, free_memory
+from microtome.app.machine import can_write, cores, folder_bytes, free_disk
+from microtome.data.free_memory import free_memory
 from microtome.data.spoken import spoken_bytes
 
 DEFAULT_MODEL = "smollm2"  # what commands take if no model is named: it is needed, other bundled models are not

@@ -6,14 +6,12 @@ few heads of each width, times the folds and sites. Beware: real features may ne
 on the machine counts; take it as right within a factor of two.
 """
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -25,6 +23,7 @@ from microtome.app.grid_log import said_error
 from microtome.app.grid_plan import CapturePlan, ProbePlan, needs_capture
 from microtome.app.grid_probe import check_folds, labelled_rows
 from microtome.app.grid_summary import FINISHED
+from microtome.app.machine import free_disk
 from microtome.capture import LoadedModel, Store, capture, estimate_capture, load_model
 from microtome.capture.batches import MAX_TOKENS
 from microtome.data.spoken import spoken_bytes, spoken_seconds
@@ -69,7 +68,7 @@ def print_estimate(
     from microtome.app.grid_commands import json_text, records
 
     table = estimate_grid(config, folder, plans, steps)
-    free = shutil.disk_usage(_nearest(folder.path)).free
+    free = free_disk(folder.path)
     totals = {
         "folder": str(folder.path),
         "seconds": float(table["seconds"].sum()),
@@ -199,8 +198,3 @@ def _seconds_per_probe(rows: int, width: int, settings: ProbeSettings) -> float:
     bootstrap_accuracy((scores > 0) == positive, groups, draws=settings.bootstraps)
     intervals = 2 * (time.perf_counter() - started)  # of the labels and of the shuffled ones
     return (one_fold * folds + intervals) / together
-
-
-def _nearest(path: Path) -> Path:
-    """The path, or the closest folder above it that is there."""
-    return next(place for place in (path, *path.parents) if place.exists())

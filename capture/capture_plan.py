@@ -19,6 +19,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from microtome.capture.encoded_text import EncodedTexts
+from microtome.capture.fingerprint import tensor_bytes
 from microtome.capture.forwards import READY_ROWS
 from microtome.capture.job import CaptureJob
 from microtome.capture.kept_positions import KeptPositions
@@ -83,12 +84,16 @@ class CapturePlan:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row over all sites."""
-        return sum(dtype.itemsize * int(np.prod(inner)) for dtype, inner in self.layout.values())
+        return _row_bytes(self.layout)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all kept values."""
         return self.rows * self.row_bytes
+
+
+def _row_bytes(layout: Layout) -> int:
+    return sum(dtype.itemsize * int(np.prod(inner)) for dtype, inner in layout.values())
 
 
 def plan_capture(
@@ -126,10 +131,9 @@ def plan_capture(
             raise TypeError(f"token_labels[{name!r}] holds {' and '.join(sorted(found - {None}))}; give it one type.")
     texts = settings | {"n_texts": job.n_texts, "token_ids_sha256": ids_hash.hexdigest()}
     layout = {site: (dtype, _to_longest(site, inner, longest)) for site, (dtype, inner) in layout.items()}
-    row_bytes = sum(dtype.itemsize * int(np.prod(inner)) for dtype, inner in layout.values())
     table = np.concatenate(counts)
     job.require_rows(int(table[:, 0].sum()))
-    shards = _divide(table, None if shard_bytes is None else max(1, shard_bytes // row_bytes), shard_tokens)
+    shards = _divide(table, None if shard_bytes is None else max(1, shard_bytes // _row_bytes(layout)), shard_tokens)
     return CapturePlan(shards, layout, longest, texts, kept_hash.hexdigest(), "tok")
 
 
@@ -206,16 +210,15 @@ def _plan_ready(job: CaptureJob, shard_bytes: int | None) -> CapturePlan:
     if shard_bytes is not None and any(site.kind == "pattern" for site in layout):
         raise ValueError("pattern rows of images and sounds differ in length; capture them without store=.")
     each = max(1, round(kept.n_kept / len(first)))
-    row_bytes = sum(dtype.itemsize * int(np.prod(inner)) for dtype, inner in layout.values())
     step = inputs.n_rows
     if shard_bytes is not None and inputs.is_splittable:
-        step = max(1, shard_bytes // (row_bytes * each))
+        step = max(1, shard_bytes // (_row_bytes(layout) * each))
         step = max(READY_ROWS, step // READY_ROWS * READY_ROWS)
     bounds = [*range(0, inputs.n_rows, step), inputs.n_rows]
     shards = tuple(Shard(a, b, (b - a) * each, b - a) for a, b in pairwise(bounds))
     digest = hashlib.sha256()
     for name, tensor in sorted(inputs.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor_bytes(tensor))
     digest.update(json.dumps(job.positions, default=str).encode())
     return CapturePlan(shards, layout, None, inputs.provenance, digest.hexdigest(), "input")

@@ -16,7 +16,7 @@ _BLOCK = 4096  # what addresses, lengths and offsets must be multiples of
 
 
 class DirectFile:
-    """A new file to write to, in order: `write(bytes)`, then `finish()`, which returns once all is on the disk."""
+    """A new file to write to, in order: `write(bytes)`, then `finish()`. An fsync is left to whoever renames it."""
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -52,14 +52,13 @@ class DirectFile:
         return len(data)
 
     def finish(self) -> None:
-        """Write what is left and wait until all of it is on the disk."""
+        """Write what is left in the buffer."""
         self._drain(self._filled // _BLOCK * _BLOCK)
         if self._filled and self._direct:
             import fcntl  # where there is O_DIRECT, there is this
 
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~self._direct)
         self._drain(self._filled)
-        os.fsync(self._descriptor)
 
     def _drain(self, n: int) -> None:
         """Write the first n bytes of the buffer and move the rest to its front."""

@@ -6,11 +6,9 @@ The batch holds the first texts, some 512 tokens on a CPU and a full batch on a 
 count. Beware: texts much longer than those cost more per token, and a machine that others use is slower at other times.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -18,6 +16,7 @@ from microtome.capture.capture_plan import CapturePlan
 from microtome.capture.job import CaptureJob
 from microtome.capture.kept_positions import KeptPositions
 from microtome.capture.ready_inputs import ReadyInputs
+from microtome.data.free_memory import free_memory
 from microtome.data.spoken import spoken_bytes, spoken_seconds
 
 _CPU_TOKENS = 512
@@ -52,7 +51,7 @@ class Estimate:
 
     def require_memory(self, device: torch.device) -> None:
         """Raise ValueError if the values cannot fit into what memory is free (on the CPU, where that is known)."""
-        free = _free_memory() if device.type == "cpu" else None
+        free = free_memory() if device.type == "cpu" else None
         if free is not None and self.nbytes > free:
             raise ValueError(
                 f"{self.rows:,} rows at {self.sites} sites are {spoken_bytes(self.nbytes)}; {spoken_bytes(free)} of "
@@ -148,16 +147,3 @@ def _of_first(kept: KeptPositions, n_texts: int) -> KeptPositions:
         kept.tokens[:n_tokens],
         kept.lengths[:n_texts],
     )
-
-
-def _free_memory() -> int | None:
-    """Bytes that can be had without swapping, or None where the system does not say."""
-    info = Path("/proc/meminfo")
-    if info.exists():
-        for line in info.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None

@@ -7,9 +7,16 @@ somebody who forges data on purpose.
 
 from pathlib import Path
 
+import torch
 import xxhash
+from torch import Tensor
 
 _BYTES_AT_ONCE = 2**24
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's values in order, of any dtype; a copy only where it is elsewhere or not contiguous."""
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def new_fingerprint() -> xxhash.xxh3_128:

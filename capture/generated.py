@@ -151,7 +151,7 @@ def generate_rows(
             real[place, width : width + len(fresh)] = 1
         if number < _CHECKED_BATCHES and not forwards.edits:
             place = int(real.sum(1).argmax())
-            _require_same_as_forward(forwards, whole[row_ids[place]], real[place], values, place, only_generated)
+            _require_same_as_forward(forwards, whole[row_ids[place]], real[place], values, place)
         kept = keep([whole[row] for row in row_ids], row_ids)
         places = kept.in_batch(range(len(row_ids)), real)
         if only_generated:
@@ -182,7 +182,7 @@ def _require_room(module: nn.Module, generation: Generation, rows: Sequence[Enco
 
 
 def _require_same_as_forward(
-    forwards: Forwards, row: EncodedText, real: Tensor, values: dict[Site, Tensor], place: int, only_generated: bool
+    forwards: Forwards, row: EncodedText, real: Tensor, values: dict[Site, Tensor], place: int
 ) -> None:
     """Steps with a cache are those of one forward of the whole text, on one text of a batch, or the model is refused.
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from microtome.capture.fingerprint import tensor_bytes
 from microtome.data.registry import cache_folder, file_sha256
 from microtome.data.replaced_file import replaced_file
 
@@ -98,7 +99,7 @@ def state_dict_sha256(module: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microtome.capture.fingerprint import new_fingerprint
+from microtome.capture.fingerprint import new_fingerprint, tensor_bytes
 from microtome.capture.hashes import text_sha256
 from microtome.capture.hooks import HOOKS
 
@@ -65,7 +65,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     values = tensor.detach().cpu()
     if type(values) is not Tensor:  # a quantised weight of a class of its own
         return memoryview(repr((type(values).__name__, values)).encode())
-    return memoryview(values.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor_bytes(values)
 
 
 def _foreign(model: nn.Module) -> list[str]:

@@ -7,7 +7,6 @@ wrote 0.39 GB/s where a plain write took 1.6 (276 MB, 60 tensors, 2 cores). A fi
 page cache, and renamed into it.
 """
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 
 from microtome.capture.direct_file import DirectFile
-from microtome.capture.fingerprint import new_fingerprint
+from microtome.capture.fingerprint import new_fingerprint, tensor_bytes
+from microtome.data.replaced_file import replaced_file
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -49,27 +49,22 @@ def write_safetensors(
         OSError: the disk is full, or the folder cannot be written to; nothing is left behind.
     """
     header = _header(layout)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.part")
     digest, written = new_fingerprint() if digest is None else digest, 0
     expected = len(header) + sum(_nbytes(*entry) for entry in layout.values())
     dtypes = {dtype for dtype, _ in layout.values()}
-    try:
+    with replaced_file(path) as scratch:
         with DirectFile(scratch) as file:
             digest.update(header)
             written += file.write(header)
             for piece in pieces:
                 if piece.dtype not in dtypes:
                     raise ValueError(f"a piece is {piece.dtype}, the layout has {sorted(map(str, dtypes))}.")
-                part = memoryview(piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+                part = tensor_bytes(piece)
                 digest.update(part)
                 written += file.write(part)
             file.finish()
         if written != expected:
             raise ValueError(f"{path.name}: the pieces have {written} bytes, the layout says {expected}.")
-        os.replace(scratch, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            scratch.unlink()
     return FileFacts(written, digest.hexdigest())
 
 

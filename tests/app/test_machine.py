@@ -1,44 +1,8 @@
-"""Free memory and disk: the least of the system's and the container's limit; folders that are not there yet."""
+"""Free disk of folders that are not there yet, what can be written to, bytes below a folder."""
 
 import shutil
 
-import pytest
-
-from microtome.app import machine
-from microtome.app.machine import can_write, cores, folder_bytes, free_disk, free_memory
-
-
-@pytest.fixture
-def system(tmp_path, monkeypatch):
-    """`system(available_kb, limit, used, inactive)`: what Linux's files say; None for a file that is not there."""
-
-    def write(available: int | None, limit: str | None = None, used: int = 0, inactive: int = 0) -> None:
-        monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
-        monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
-        if available is not None:
-            (tmp_path / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:    {available} kB\n")
-        if limit is not None:
-            (tmp_path / "memory.max").write_text(f"{limit}\n")
-            (tmp_path / "memory.current").write_text(f"{used}\n")
-            (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
-
-    return write
-
-
-@pytest.mark.parametrize(
-    ("facts", "expected"),
-    [
-        ((1000,), 1_024_000),
-        ((1000, "max", 5, 5), 1_024_000),
-        ((1000, "500000", 400_000, 50_000), 150_000),
-        ((1000, "9000000", 0, 0), 1_024_000),
-        ((1000, "500", 900, 0), 0),
-        ((None, "500000", 400_000, 0), None),
-    ],
-)
-def test_the_tightest_limit_counts(system, facts, expected):
-    system(*facts)
-    assert free_memory() == expected
+from microtome.app.machine import can_write, cores, folder_bytes, free_disk
 
 
 def test_a_folder_that_is_not_there_yet(tmp_path):

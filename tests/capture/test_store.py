@@ -653,7 +653,7 @@ def test_edits_are_not_asked_by_a_plan_or_a_calibration(model, tmp_path, monkeyp
 
 
 def test_what_does_not_fit_into_memory_is_refused(model, monkeypatch) -> None:
-    monkeypatch.setattr(estimate, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(estimate, "free_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"of memory are free. Pass store=PATH to write them to disk"):
         capture(model, TEXTS, SITES, "all", progress=False)
 
