@@ -31,14 +31,18 @@ _BLOCK = 6
 
 @dataclass(frozen=True)
 class NestedFit:
-    """One site under every labelling (the real labels, shuffled ones). Logits are natural, losses bits per row."""
+    """One site under every labelling (the real labels, control ones), whatever the probe.
 
-    scores: Float64[Tensor, "labelling example"]  # logit of each row from the fold that held it out
+    Scores are natural logits of two classes, one per class where there are more, or predicted numbers; losses are bits
+    per row, or squared errors of numbers. Axis `output`: none for two classes and for numbers, one per class otherwise.
+    """
+
+    scores: Float64[Tensor, "labelling example *output"]  # of each row from the fold that held it out
     inner_loss: Float64[Tensor, "labelling fold"]  # of the chosen strength, mean over inner held-out rows
-    fold_strengths: Float64[Tensor, "labelling fold"]  # C
-    strength: float  # C of the refit on all rows with the first labelling
-    coefficients: Float64[Tensor, " feature"]  # of that refit, per unit of the raw features
-    intercept: float
+    fold_strengths: Float64[Tensor, "labelling fold"]  # C, or what the probe chooses from instead
+    strength: float  # of the refit on all rows with the first labelling
+    coefficients: Float64[Tensor, "*output feature"]  # of that refit, per unit of the raw features
+    intercept: Float64[Tensor, "*output"]
 
 
 def nested_fits(
@@ -81,7 +85,7 @@ def nested_fits(
                 fold_strengths=values[chosen[site]],
                 strength=values[level].item(),
                 coefficients=refit.raw_weights[number, 0, 0, 0],
-                intercept=refit.raw_intercepts[number].item(),
+                intercept=refit.raw_intercepts[number, 0, 0, 0],
             )
     return fits
 

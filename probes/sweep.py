@@ -175,7 +175,7 @@ def sweep(
         scores=torch.stack([fit.scores[0] for fit in fits]),
         control_scores=torch.stack([fit.scores[1] for fit in fits]),
         coefficients={str(probe): fit.coefficients for probe, fit in zip(probes, fits, strict=True)},
-        intercepts=torch.tensor([fit.intercept for fit in fits], dtype=torch.float64),
+        intercepts=torch.stack([fit.intercept for fit in fits]),
         null=torch.empty(0, dtype=torch.float64) if null is None else null.maximum,
         null_line=math.nan if null is None else null.line,
         selected=selected_site(probes, fits, labellings[0], groups_of_rows, tests, **resampling),

@@ -97,7 +97,7 @@ def _as_tensor(value: Tensor | float) -> Tensor:
 
 
 def _as_held(name: str, value: Tensor) -> Tensor | float:
-    return value.item() if name in ("strength", "intercept") else value
+    return value.item() if name == "strength" else value
 
 
 def _read(file: Path) -> dict[str, Tensor] | None:

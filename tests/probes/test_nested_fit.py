@@ -58,7 +58,7 @@ def test_agreement_with_nested_scikit_learn(case):
     whole.fit(scaler.transform(x), positive[0].numpy())
     np.testing.assert_allclose(fit.coefficients, whole.coef_[0] / scaler.scale_, atol=1e-5)
     raw = whole.intercept_[0] - whole.coef_[0] @ (scaler.mean_ / scaler.scale_)
-    assert fit.intercept == pytest.approx(raw, abs=1e-5)
+    assert fit.intercept.item() == pytest.approx(raw, abs=1e-5)
 
 
 def test_corrupt_test_rows_change_no_bit_of_their_fold(case):

@@ -23,7 +23,7 @@ def case():
             fold_strengths=torch.ones(2, 2, dtype=torch.float64),
             strength=0.1 * (number + 1),
             coefficients=torch.zeros(4, dtype=torch.float64),
-            intercept=0.0,
+            intercept=torch.zeros((), dtype=torch.float64),
         )
         for number in range(3)
     ]
