@@ -94,9 +94,11 @@ def positions_name(positions: str | int) -> str:
 
 
 def label_name(label: LabelSettings) -> str:
-    """`kind`, `kind-is-humour`, `length-above-median`."""
+    """`kind`, `kind-is-humour`, `length-above-median`, `length-as-numbers`."""
     if label.positive is not None:
         return shortened(f"{label.column}-is-{label.positive}")
+    if label.target is not None:
+        return shortened(f"{label.column}-as-{label.target}")
     return shortened(label.column if label.above is None else f"{label.column}-above-{_number(label.above)}")
 
 

@@ -33,16 +33,18 @@ def _listed(value: Any) -> Any:
 
 
 class LabelSettings(_Frozen):
-    """A binary label: a column of two values, one class against the rest, or numbers above a limit."""
+    """A label: a column of two values or of classes, one class against the rest, numbers above a limit, or numbers."""
 
     column: str = Field(min_length=1, description="column of the data set")
     positive: bool | int | float | str | None = Field(None, description="this class against all others")
     above: Literal["median"] | float | None = Field(None, description="above this number, or above the median")
+    target: Literal["classes", "numbers"] | None = Field(None, description="what whole numbers are")
 
     @model_validator(mode="after")
     def _one_way(self) -> "LabelSettings":
-        if self.positive is not None and self.above is not None:
-            raise ValueError(f"label {self.column!r} has both 'positive' and 'above'. Give one of them.")
+        given = [name for name in ("positive", "above", "target") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"label {self.column!r} has both {given[0]!r} and {given[1]!r}. Give one of them.")
         return self
 
 
@@ -143,6 +145,8 @@ class ProbeSettings(_Frozen):
     inner_folds: int = Field(4, ge=2, description="inner folds, for the strength of the penalty")
     permutations: int = Field(999, ge=20, description="permuted labellings for the null of the best site")
     bootstraps: int = Field(2000, ge=100, description="bootstrap draws for the intervals")
+    method: str | None = Field(None, description="logistic, ridge, lda, ...; by default what suits the label")
+    class_weight: Literal["balanced"] | None = Field(None, description="balanced lets both classes weigh the same")
     rows: int | None = Field(None, ge=20, description="at most so many rows, drawn by whole groups; all if left out")
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 from jaxtyping import Int64
 
 from microtome.app.grid_config import CatalogueData, FileData, LabelSettings
-from microtome.app.grid_labels import binary_label
+from microtome.app.grid_labels import grid_label
 from microtome.data.catalogue import DATA_SETS, load_data
 from microtome.data.table import read_table, table_sha256
 from microtome.data.text_groups import text_groups
@@ -48,7 +48,7 @@ class GridData:
         Without any that are wanted: the first default, of tokens where all tokens are kept and the set has labels of
         tokens, else of texts; numbers are taken above their median.
         Raises ValueError for a column that is not there, a token's label at other positions than "all", no label at
-        all, and whatever `binary_label` finds wrong with a label.
+        all, and whatever `grid_label` finds wrong with a label.
         """
         if wanted is None:
             is_of_tokens = positions == "all" and any(name in self.token_labels for name in self.defaults)
@@ -83,11 +83,11 @@ class GridData:
                 "alone go into its entry: data: [{name: ..., labels: [...]}]."
             )
         values = self._values(label.column)
-        is_plain = label.positive is None and label.above is None
+        is_plain = label.positive is None and label.above is None and label.target is None
         if callable(self.token_labels.get(label.column)) and not (is_plain and values.nunique() > 2):
             return  # words of some texts show that there are too many values, not that there are too few
         try:
-            binary_label(values, label)
+            grid_label(values, label)
         except (ValueError, TypeError) as error:
             raise ValueError(f"data set {self.name!r}: {error}") from error
 

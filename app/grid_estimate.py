@@ -188,7 +188,7 @@ def _seconds_per_probe(rows: int, width: int, settings: ProbeSettings) -> float:
     positive = halves.reshape(n)
     features = hidden @ mixed
     started = time.perf_counter()
-    [*_] = nested_fits(features, torch.stack([positive, shuffles[0]]), test[:1], nested)
+    [*_] = nested_fits(features, torch.stack([positive, *shuffles[:2]]), test[:1], nested)
     ridge_auroc(features, torch.cat([positive[None], shuffles]), test[:1])
     one_fold = time.perf_counter() - started
     started = time.perf_counter()

@@ -1,8 +1,9 @@
-"""A label column made binary, and the rows that are probed: without missing labels, and at most so many.
+"""A label column as the target of a probe, and the rows that are probed: without missing labels, at most so many.
 
-    {column: c}                 two values, the larger is positive, as in a sweep
-    {column: c, positive: p}    c = p against every other value
-    {column: c, above: a}       c > a; the median is that of all rows that have the label
+    {column: c}                   two values, the larger is positive, as in a sweep; other names: their classes
+    {column: c, positive: p}      c = p against every other value
+    {column: c, above: a}         c > a; the median is that of all rows that have the label
+    {column: c, target: numbers}  the numbers themselves; target: classes makes classes of whole numbers
 
 The median is taken before rows are drawn, so that a limit on the rows does not move it. Beware: with many equal numbers
 no more than half of the rows, and perhaps far fewer, are above the median.
@@ -12,41 +13,49 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64, Shaped
 
 from microtome.app.grid_config import LabelSettings
-from microtome.probes.labels import binary_labels
+from microtome.probes.target import Kind, target_of
 
 _SHOWN = 8
 
 
 @dataclass(frozen=True, eq=False)
-class BinaryLabel:
-    """rows: numbers of the rows that have the label, ascending. positive: for each of those. says: plain values."""
+class GridLabel:
+    """rows: numbers of the rows that have the label, ascending. values: of each of those. says: plain values."""
 
     rows: Int64[np.ndarray, " row"]
-    positive: Bool[np.ndarray, " row"]
+    values: Shaped[np.ndarray, " row"]
+    kind: Kind
     says: dict
 
 
-def binary_label(values: pd.Series, label: LabelSettings) -> BinaryLabel:
-    """The rows that have the label, and which of them are positive. A missing value is None or NaN.
+def grid_label(values: pd.Series, label: LabelSettings) -> GridLabel:
+    """The rows that have the label, and what a probe is to tell of them. A missing value is None or NaN.
 
-    Raises ValueError for a column that is empty or gives one class (more than two, for a plain column), TypeError for
-    text where `above` needs numbers.
+    Raises ValueError for a column that is empty or holds one value, or numbers of which nothing is said; TypeError for
+    text where `above` or `target: numbers` needs numbers.
     """
     column = f"label {label.column!r}"
     rows = np.flatnonzero(values.notna().to_numpy())
     if not len(rows):
         raise ValueError(f"{column} is missing in all {len(values)} rows. Name another column.")
     known = values.iloc[rows].infer_objects()
+    kind: Kind = "binary"
     if label.positive is not None:
-        positive, says = _one_against_others(known, label.positive, column)
+        found, says = _one_against_others(known, label.positive, column)
     elif label.above is not None:
-        positive, says = _above(known, label.above, column)
+        found, says = _above(known, label.above, column)
+    elif known.nunique() == 1:
+        raise ValueError(f"{column} is {known.iloc[0]!r} in every row that has it; a probe needs both classes.")
+    elif label.target == "numbers":
+        _refuse_names(known, column, "target: numbers")
+        kind, found = "numbers", known.to_numpy(dtype=np.float64)
+        says = {"numbers": f"{found.min():g} to {found.max():g}"}
     else:
-        positive, says = _two_values(known, column)
-    return BinaryLabel(rows.astype(np.int64), positive, {"column": label.column, **says})
+        kind, found, says = _classes(known, label, column)
+    return GridLabel(rows.astype(np.int64), found, kind, {"column": label.column, **says})
 
 
 def draw_groups(groups: np.ndarray, *, rows: int, seed: int) -> Int64[np.ndarray, " row"]:
@@ -66,19 +75,28 @@ def draw_groups(groups: np.ndarray, *, rows: int, seed: int) -> Int64[np.ndarray
     return np.flatnonzero(np.isin(codes, kept)).astype(np.int64)
 
 
-def _two_values(known: pd.Series, column: str) -> tuple[np.ndarray, dict]:
+def _classes(known: pd.Series, label: LabelSettings, column: str) -> tuple[Kind, np.ndarray, dict]:
     n_values = known.nunique()
-    if n_values > 2:
+    if n_values > 2 and label.target is None and pd.api.types.is_numeric_dtype(known):
         name = column.removeprefix("label ")
-        way = f"above: median}} or {{column: {name}" if pd.api.types.is_numeric_dtype(known) else ""
         raise ValueError(
-            f"{column} has {n_values} values ({_values(known)}); a probe needs two. Write {{column: {name}, "
-            f"{way}{', ' if way else ''}positive: ONE OF THEM}}."
+            f"{column} has {n_values} values ({_values(known)}). Write {{column: {name}, target: numbers}}, "
+            f"{{column: {name}, above: median}}, {{column: {name}, positive: ONE OF THEM}} or "
+            f"{{column: {name}, target: classes}}."
         )
-    if n_values == 1:
-        raise ValueError(f"{column} is {known.iloc[0]!r} in every row that has it; a probe needs both classes.")
-    positive, classes = binary_labels(known, n_rows=len(known))
-    return positive, {"positive": str(classes[1]), "negative": str(classes[0])}
+    kind: Kind = "binary" if n_values == 2 else "classes"
+    found = target_of(known, n_rows=len(known), kind=kind)
+    names = [str(value) for value in found.classes]
+    if kind == "binary":
+        return kind, found.values.numpy(), {"positive": names[1], "negative": names[0]}
+    return kind, np.array(names)[found.values.numpy()], {"classes": names}
+
+
+def _refuse_names(known: pd.Series, column: str, way: str) -> None:
+    if not pd.api.types.is_numeric_dtype(known) or pd.api.types.is_bool_dtype(known):
+        raise TypeError(
+            f"{column}: {way!r} needs numbers; its values are {_values(known)}. Use 'positive' for a class."
+        )
 
 
 def _one_against_others(known: pd.Series, wanted: bool | int | float | str, column: str) -> tuple[np.ndarray, dict]:
@@ -95,10 +113,7 @@ def _one_against_others(known: pd.Series, wanted: bool | int | float | str, colu
 
 
 def _above(known: pd.Series, limit: float | str, column: str) -> tuple[np.ndarray, dict]:
-    if not pd.api.types.is_numeric_dtype(known) or pd.api.types.is_bool_dtype(known):
-        raise TypeError(
-            f"{column}: 'above' needs numbers; its values are {_values(known)}. Use 'positive' for a class."
-        )
+    _refuse_names(known, column, "above")
     value = float(known.median() if limit == "median" else limit)
     positive = (known > value).to_numpy(dtype=bool)
     if not positive.any() or positive.all():

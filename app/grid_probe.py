@@ -12,7 +12,7 @@ import pandas as pd
 
 from microtome.app.grid_config import GridConfig
 from microtome.app.grid_folder import MARKER, GridFolder
-from microtome.app.grid_labels import BinaryLabel, binary_label, draw_groups
+from microtome.app.grid_labels import GridLabel, draw_groups, grid_label
 from microtome.app.grid_plan import CapturePlan, ProbePlan
 from microtome.app.grid_report import cell_report
 from microtome.app.grid_summary import cell_words, sweep_facts
@@ -20,6 +20,7 @@ from microtome.capture import Store
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import group_codes
 from microtome.probes.sweep import sweep
+from microtome.probes.target import target_of
 
 
 def run_probe(plan: CapturePlan, probe: ProbePlan, folder: GridFolder, config: GridConfig) -> dict:
@@ -40,8 +41,11 @@ def run_probe(plan: CapturePlan, probe: ProbePlan, folder: GridFolder, config: G
     check_folds(label, groups, None, config)
     result = sweep(
         chosen,
-        label.positive,
+        label.values,
         groups=groups,
+        target=label.kind,
+        probe=config.probe.method,
+        class_weight=config.probe.class_weight,
         folds=config.probe.folds,
         inner_folds=config.probe.inner_folds,
         permutations=config.probe.permutations,
@@ -50,7 +54,7 @@ def run_probe(plan: CapturePlan, probe: ProbePlan, folder: GridFolder, config: G
         checkpoint=folder.checkpoint(probe.cell),
         progress=sys.stderr.isatty(),
     )
-    rows = chosen.rows[["text", "position", "token"]].assign(positive=label.positive, group=groups)
+    rows = chosen.rows[["text", "position", "token"]].assign(label=label.values, group=groups)
     run = folder.fresh_run(probe.cell, config)
     run.write_table("sites", result.table)
     run.write_table("rows", rows.assign(group=rows["group"].astype(str)))
@@ -77,9 +81,9 @@ def run_probe(plan: CapturePlan, probe: ProbePlan, folder: GridFolder, config: G
     return row
 
 
-def check_folds(label: BinaryLabel, groups: np.ndarray, texts: pd.Series | None, config: GridConfig) -> None:
+def check_folds(label: GridLabel, groups: np.ndarray, texts: pd.Series | None, config: GridConfig) -> None:
     """Raise ValueError now for what the sweep would raise after the capture: leaking groups, or too few of them."""
-    numbers = label.positive.astype(np.int64)
+    numbers = target_of(label.values, n_rows=len(label.values), kind=label.kind).codes
     try:
         codes = group_codes(groups, n_rows=len(groups), texts=texts)
     except ValueError as error:
@@ -91,18 +95,18 @@ def check_folds(label: BinaryLabel, groups: np.ndarray, texts: pd.Series | None,
 
 def labelled_rows(
     plan: CapturePlan, probe: ProbePlan, rows: pd.DataFrame, config: GridConfig
-) -> tuple[BinaryLabel, np.ndarray]:
+) -> tuple[GridLabel, np.ndarray]:
     """The captured rows to probe, each positive or not, and their groups.
 
-    Raises ValueError and TypeError as `binary_label` and `draw_groups`.
+    Raises ValueError and TypeError as `grid_label` and `draw_groups`.
     """
     column = probe.cell.label.column
     texts = rows["text"].to_numpy()
     values = rows[column] if column in plan.data.token_labels else plan.data.table[column].iloc[texts]
-    label = binary_label(values.reset_index(drop=True), probe.cell.label)
+    label = grid_label(values.reset_index(drop=True), probe.cell.label)
     says = label.says | {"rows": len(label.rows)}
     groups = plan.data.table["group"].to_numpy()[texts[label.rows]]
     kept = np.arange(len(label.rows))
     if config.probe.rows is not None and len(kept) > config.probe.rows:
         kept = draw_groups(groups, rows=config.probe.rows, seed=config.seed)
-    return BinaryLabel(label.rows[kept], label.positive[kept], says), groups[kept]
+    return GridLabel(label.rows[kept], label.values[kept], label.kind, says), groups[kept]

@@ -27,13 +27,14 @@ def said_start(folder: GridFolder, plans: Sequence[CapturePlan], steps: Sequence
 
 def said_result(row: dict) -> str:
     """The best layer and head of a finished cell, for the log."""
-    parts = []
+    parts, name = [], row.get("measure", "auroc")
     for which in ("layer", "head"):
-        if f"best_{which}_auroc_high" in row:
-            auroc, low, high = (row[f"best_{which}_auroc{part}"] for part in ("", "_low", "_high"))
-            parts.append(f"best {which} {row[f'best_{which}_site']} {auroc:.3f} [{low:.3f}, {high:.3f}]")
-    if "control_auroc" in row:
-        parts.append(f"shuffled labels {row['control_auroc']:.3f}")
+        if f"best_{which}_{name}_high" in row:
+            value, low, high = (row[f"best_{which}_{name}{part}"] for part in ("", "_low", "_high"))
+            unit = "R2 " if name == "r2" else ""
+            parts.append(f"best {which} {row[f'best_{which}_site']} {unit}{value:.3f} [{low:.3f}, {high:.3f}]")
+    if f"control_{name}" in row:
+        parts.append(f"shuffled labels {row[f'control_{name}']:.3f}")
     if "p_best_site" in row:
         parts.append(f"p {row['p_best_site']:.3f}")
     if row.get("groups", FEW_GROUPS) < FEW_GROUPS:

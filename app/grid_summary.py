@@ -17,15 +17,15 @@ from microtome.probes.sweep_result import Sweep
 
 FINISHED, FAILED, WAITING, ELSEWHERE = "finished", "failed", "waiting", "running elsewhere"
 _WORDS = ("cell", "model", "data", "sites", "positions", "label", "status", "error")
-_INTERVALS = tuple(
-    f"{which}_{part}" for which in ("best_layer", "best_head") for part in ("site", "auroc", "auroc_low", "auroc_high")
-)
+_OF_BEST = ("site", "auroc", "auroc_low", "auroc_high", "r2", "r2_low", "r2_high")
+_BEST = tuple(f"{which}_{part}" for which in ("best_layer", "best_head") for part in _OF_BEST)
 _TYPES = {
     **dict.fromkeys(_WORDS, "str"),
     **dict.fromkeys(("texts", "tokens", "rows", "groups"), "Int64"),
-    **{name: "str" if name.endswith("site") else "Float64" for name in _INTERVALS},
-    **dict.fromkeys(("control_auroc", "p_best_site"), "Float64"),
-    **dict.fromkeys(("selected_auroc", "selected_auroc_low", "selected_auroc_high"), "Float64"),
+    "measure": "str",
+    **{name: "str" if name.endswith("site") else "Float64" for name in _BEST},
+    **dict.fromkeys(("control_auroc", "control_r2", "p_best_site"), "Float64"),
+    **dict.fromkeys((f"selected_{part}" for part in _OF_BEST if part != "site"), "Float64"),
     **dict.fromkeys(("seconds_capture", "seconds_probe"), "Float64"),
     "nbytes": "Int64",
     "run": "str",
@@ -35,16 +35,17 @@ _TYPES = {
 def sweep_facts(result: Sweep) -> dict:
     """What the summary says of a finished sweep, as plain values; what is NaN is left out."""
     table = result.table
-    best = table.loc[table["auroc"].idxmax()]
-    facts: dict = {"rows": len(result.positive), "groups": int(result.groups.max()) + 1}
+    name = result.measure
+    best = table.loc[table[name].idxmax()]
+    facts: dict = {"measure": name, "rows": len(result.truth), "groups": int(result.groups.max()) + 1}
     for which, has_head in (("best_layer", False), ("best_head", True)):
         of_kind = table[table["head"].notna() == has_head]
         if len(of_kind):
-            row = of_kind.loc[of_kind["auroc"].idxmax()]
+            row = of_kind.loc[of_kind[name].idxmax()]
             facts[f"{which}_site"] = str(row["site"])
-            facts |= {f"{which}_{name}": row[name] for name in ("auroc", "auroc_low", "auroc_high")}
-    facts |= {"control_auroc": best["control_auroc"], "p_best_site": best["p_best_site"]}
-    facts |= {f"selected_{name}": getattr(result.selected, name) for name in ("auroc", "auroc_low", "auroc_high")}
+            facts |= {f"{which}_{column}": row[column] for column in (name, f"{name}_low", f"{name}_high")}
+    facts |= {f"control_{name}": best[f"control_{name}"], "p_best_site": best["p_best_site"]}
+    facts |= {f"selected_{part}": result.selected.measures[part] for part in (name, f"{name}_low", f"{name}_high")}
     return {
         name: float(value) if isinstance(value, float) else value for name, value in facts.items() if value == value
     }

@@ -79,8 +79,8 @@ def check_rows(rows: pd.DataFrame, tensors: Mapping[Site, Tensor | StoredTensor]
             raise ValueError(f"{site} has {len(tensor)} rows, the row table {len(rows)}. They must agree.")
 
 
-def check_finite(site: Site, tensor: Tensor, rows: pd.DataFrame | None = None) -> None:
-    """No NaN and no infinity. Costs one pass without further memory if all is well.
+def check_finite(site: Site, tensor: Tensor, rows: pd.DataFrame | None = None, *, start: int = 0) -> None:
+    """No NaN and no infinity. Costs one pass without further memory if all is well. `start`: number of the first row.
 
     Raises:
         ValueError: names the site, the first such row and, from `rows`, its text, position and token.
@@ -90,7 +90,7 @@ def check_finite(site: Site, tensor: Tensor, rows: pd.DataFrame | None = None) -
     bad = ~torch.isfinite(tensor).flatten(1).all(1)
     if not bool(bad.any()):  # the sum itself overflowed
         return
-    first = int(bad.nonzero()[0, 0])
+    first = start + int(bad.nonzero()[0, 0])
     where = f"row {first}"
     if rows is not None:
         row = rows.iloc[first]

@@ -16,6 +16,7 @@ on average (two samples of texts); AUROC moved by less than 0.005 within half a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -51,11 +52,14 @@ def nested_fits(
     test: Bool[Tensor, "fold example"],
     nested: Bool[Tensor, "fold inner example"],
     strengths: Sequence[float] | None = None,
+    *,
+    class_weight: Literal["balanced"] | None = None,
 ) -> list[NestedFit]:
     """Fit all labellings of each site over outer folds `test`, inner folds `nested` (`nested_folds`) and strengths.
 
-    Strengths ascend; `default_strengths` of the width if None. Raises what `fit_logistic` raises: NaN or infinite
-    features, a training mask with one class under a labelling.
+    Strengths ascend; `default_strengths` of the width if None. `class_weight="balanced"` lets both classes weigh the
+    same, in the fits and in the losses that choose. Raises what `fit_logistic` raises: NaN or infinite features, a
+    training mask with one class under a labelling.
     """
     values = torch.as_tensor(strengths or default_strengths(features.shape[2]), dtype=torch.float64)
     shape = (len(features), len(positive))
@@ -64,7 +68,7 @@ def nested_fits(
     inner_loss = torch.empty(*shape, len(test), dtype=torch.float64)
     outer_loss = torch.zeros(len(features), len(values), dtype=torch.float64)
     for fold, rows in enumerate(test):
-        loss, logits = _fold_paths(features, positive, ~rows, nested[fold], rows, values)
+        loss, logits = _fold_paths(features, positive, ~rows, nested[fold], rows, values, class_weight)
         best = loss.argmin(dim=-1)
         chosen[..., fold] = best
         inner_loss[..., fold] = loss.gather(-1, best[..., None])[..., 0]
@@ -77,7 +81,8 @@ def nested_fits(
     fits: list[NestedFit | None] = [None] * len(features)
     for level in wanted.unique():
         sites = (wanted == level).nonzero()[:, 0]
-        refit = fit_logistic(features[sites], positive[:1], torch.ones_like(test[:1]), values[level, None])
+        everything = torch.ones_like(test[:1])
+        refit = fit_logistic(features[sites], positive[:1], everything, values[level, None], class_weight=class_weight)
         for number, site in enumerate(sites.tolist()):
             fits[site] = NestedFit(
                 scores=scores[site],
@@ -97,24 +102,39 @@ def _fold_paths(
     inner: Bool[Tensor, "inner example"],
     test: Bool[Tensor, " example"],
     strengths: Float64[Tensor, " strength"],
+    class_weight: Literal["balanced"] | None = None,
 ) -> tuple[Float64[Tensor, "site labelling strength"], Float64[Tensor, "site labelling strength test"]]:
     """Mean inner loss (infinite where not fitted) and test logits (NaN where not fitted) of one outer fold."""
     shape = (len(features), len(positive), len(strengths))
     loss = torch.full(shape, torch.inf, dtype=torch.float64)
     logits = torch.full((*shape, int(test.sum())), torch.nan, dtype=torch.float64)
     masks = torch.cat([train & ~inner, train[None]])
+    weight = _row_weights(positive, train, class_weight)
     wanted = torch.arange(len(features))
     for block in torch.arange(len(strengths)).split(_BLOCK):
         rows = features if len(wanted) == len(features) else features[wanted]
-        fits = fit_logistic(rows, positive, masks, strengths[block], tolerance=_FOLD_TOLERANCE)
+        fits = fit_logistic(
+            rows, positive, masks, strengths[block], tolerance=_FOLD_TOLERANCE, class_weight=class_weight
+        )
         scores = fits.decision(rows)
-        held_out = [_loss(scores[:, :, number, :, rows], positive[:, None, rows]) for number, rows in enumerate(inner)]
+        held_out = [
+            (logit_loss_bits(scores[:, :, number, :, rows], positive[:, None, rows]) * weight[:, None, rows]).sum(-1)
+            for number, rows in enumerate(inner)
+        ]
         loss[wanted[:, None], :, block] = (sum(held_out) / train.sum()).movedim(-1, 1)
         logits[wanted[:, None], :, block] = scores[:, :, -1, :, test].movedim(2, 1)
         wanted = (loss.argmin(dim=-1) == block[-1]).any(dim=1).nonzero()[:, 0]
         if len(wanted) == 0:
             break
     return loss, logits
+
+
+def _row_weights(positive: Tensor, train: Tensor, class_weight: str | None) -> Float64[Tensor, "labelling example"]:
+    """1, or what lets the classes of the training rows weigh the same."""
+    if class_weight is None:
+        return torch.ones(positive.shape, dtype=torch.float64)
+    share = positive[:, train].double().mean(dim=1, keepdim=True)
+    return 0.5 / torch.where(positive, share, 1 - share)
 
 
 def _loss(logits: Tensor, positive: Tensor) -> Tensor:

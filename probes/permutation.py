@@ -9,7 +9,8 @@ the single-step max-T of Westfall & Young (1993, sec. 2.6): it bounds the chance
 and adapts to how alike they are. The scores are linear in the labels, Z = H_test,train Y, so one product per fold
 serves all shuffles. Real labels go through the very same product. The ridge probe minimises ||y - X w||^2 + lambda
 ||w||^2 on features standardised in the training fold, lambda = RIDGE x training rows: as much weight on the penalty as
-one standardised feature carries, which stays clear of interpolation where features outnumber rows.
+one standardised feature carries, which stays clear of interpolation where features outnumber rows. Of several classes
+the statistic is the mean AUROC of each against the others, of numbers the out-of-fold R2.
 
 Shuffles respect groups: within a fold, groups of equal size exchange their labels, then the rows inside each group do.
 A label that is constant in a group so moves group by group; a true/false pair flips its sign. Exchange stays within a
@@ -30,11 +31,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Float32, Float64, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64, Shaped
 from scipy.special import gammaln
 from torch import Tensor
 
 from microtome.probes.metrics import auroc
+from microtome.probes.target import Kind
 
 RIDGE = 1.0
 _FEWEST_ARRANGEMENTS = 20
@@ -54,23 +56,24 @@ class BestSiteNull:
 
 
 def group_permutations(
-    positive: Bool[np.ndarray, " example"],
+    labels: Shaped[np.ndarray, " example"],
     groups: Int64[np.ndarray, " example"],
     test: Bool[np.ndarray, "fold example"],
     *,
     permutations: int,
     seed: int,
-) -> Bool[np.ndarray, "permutation example"]:
-    """Shuffled labels: equal-size groups of a fold exchange theirs, then the rows inside each group.
+) -> Shaped[np.ndarray, "permutation example"]:
+    """Shuffled labels (Booleans, class numbers or numbers): equal-size groups of a fold exchange theirs, then the rows
+    inside each group.
 
     `test` assigns every row to one fold and keeps groups whole (`grouped_folds`). Every shuffle keeps each fold's class
     counts, unless groups of one label and a rare size exchange with others (see above). Raises ValueError if fewer than
     20 different label rows can come out.
     """
     rng = np.random.default_rng(seed)
-    blocks, mingled = _exchangeable(positive, groups, test)
-    log_arrangements = sum(_log_arrangements(positive[rows]) for rows in blocks)
-    log_arrangements += sum(_log_arrangements(_one_label_each(positive, members)[:, None]) for members in mingled)
+    blocks, mingled = _exchangeable(labels, groups, test)
+    log_arrangements = sum(_log_arrangements(labels[rows]) for rows in blocks)
+    log_arrangements += sum(_log_arrangements(_one_label_each(labels, members)[:, None]) for members in mingled)
     if log_arrangements < math.log(_FEWEST_ARRANGEMENTS - 0.5):
         arrangements = round(math.exp(log_arrangements))
         raise ValueError(
@@ -78,15 +81,15 @@ def group_permutations(
             f"below {1 / arrangements:.2g} exists. Labels move between groups of equal size in one fold and between "
             "rows of a group: use fewer folds, groups of equal size, or more groups."
         )
-    shuffled = np.empty((permutations, len(positive)), dtype=bool)
+    shuffled = np.empty((permutations, len(labels)), dtype=labels.dtype)
     for rows in blocks:
         order = rng.permuted(np.tile(np.arange(len(rows)), (permutations, 1)), axis=1)
-        moved = positive[rows][order]
+        moved = labels[rows][order]
         if rows.shape[1] > 1:
             moved = rng.permuted(moved, axis=2)
         shuffled[:, rows] = moved
     for members in mingled:
-        label = _one_label_each(positive, members)
+        label = _one_label_each(labels, members)
         moved = rng.permuted(np.tile(label, (permutations, 1)), axis=1)
         shuffled[:, np.concatenate(members)] = np.repeat(moved, [len(rows) for rows in members], axis=1)
     return shuffled
@@ -120,6 +123,45 @@ def ridge_auroc(
     return wins / pairs
 
 
+def ridge_statistic(
+    features: Float[Tensor, "site example feature"],
+    labellings: Shaped[Tensor, "labelling example"],
+    test: Bool[Tensor, "fold example"],
+    *,
+    kind: Kind = "binary",
+    ridge: float = RIDGE,
+) -> Float64[Tensor, "site labelling"]:
+    """What the null compares: `ridge_auroc` of two classes, its mean over classes, or the R2 of numbers.
+
+    R2 = 1 - sum (y - prediction)^2 / sum (y - training mean)^2 over all held-out rows. Raises as `ridge_auroc`.
+    """
+    if kind == "binary":
+        return ridge_auroc(features, labellings, test, ridge=ridge)
+    if kind == "numbers":
+        return _ridge_r2(features, labellings, test, ridge)
+    classes = labellings[0].unique()
+    return torch.stack([ridge_auroc(features, labellings == code, test, ridge=ridge) for code in classes]).mean(dim=0)
+
+
+def _ridge_r2(
+    features: Float[Tensor, "site example feature"],
+    numbers: Float[Tensor, "labelling example"],
+    test: Bool[Tensor, "fold example"],
+    ridge: float,
+) -> Float64[Tensor, "site labelling"]:
+    missed = torch.zeros(len(features), len(numbers), dtype=torch.float64)
+    total = torch.zeros(len(numbers), dtype=torch.float64)
+    unit = numbers[0].std().clamp(min=1e-300)  # float32 products of numbers of any size
+    for rows in test:
+        gap = (numbers - numbers[:, ~rows].mean(dim=1, keepdim=True)) / unit
+        total += gap[:, rows].square().sum(dim=1)
+        chunk = max(1, _CHUNK_BYTES // (4 * gap[:, rows].numel() + 8 * features.shape[2] * len(rows)))
+        for start in range(0, len(features), chunk):
+            scores = _held_out_scores(features[start : start + chunk], gap.to(torch.float32), rows, ridge)
+            missed[start : start + chunk] += (gap[:, rows] - scores).square().sum(dim=-1)
+    return 1 - missed / total
+
+
 def best_site_null(statistics: Float64[Tensor, "site labelling"]) -> BestSiteNull:
     """Null and adjusted p-values from `ridge_auroc` of the real labels (first) and their shuffles (the others).
 
@@ -138,7 +180,7 @@ def best_site_null(statistics: Float64[Tensor, "site labelling"]) -> BestSiteNul
 
 
 def _exchangeable(
-    positive: np.ndarray, groups: np.ndarray, test: np.ndarray
+    labels: np.ndarray, groups: np.ndarray, test: np.ndarray
 ) -> tuple[list[Int64[np.ndarray, "group row"]], list[list[np.ndarray]]]:
     """Rows of the groups that may exchange labels: [group, row] tables, one per fold and size, and lists of groups of
     several sizes with one label each."""
@@ -148,7 +190,7 @@ def _exchangeable(
         rare = [
             key
             for key, rows in tables.items()
-            if key[0] == fold and len(rows) < _FEWEST_EXCHANGED and (positive[rows] == positive[rows[:, :1]]).all()
+            if key[0] == fold and len(rows) < _FEWEST_EXCHANGED and (labels[rows] == labels[rows[:, :1]]).all()
         ]
         if len(rare) < 2 or sum(tables[key].size for key in rare) <= _MOST_RARE * of_test.sum():
             continue
@@ -171,17 +213,21 @@ def _by_fold_and_size(groups: np.ndarray, test: np.ndarray) -> dict[tuple[int, i
     return tables
 
 
-def _one_label_each(positive: np.ndarray, members: list[np.ndarray]) -> Bool[np.ndarray, " group"]:
-    return positive[[rows[0] for rows in members]]
+def _one_label_each(labels: np.ndarray, members: list[np.ndarray]) -> Shaped[np.ndarray, " group"]:
+    return labels[[rows[0] for rows in members]]
 
 
-def _log_arrangements(positive: Bool[np.ndarray, "group row"]) -> float:
+def _log_arrangements(labels: Shaped[np.ndarray, "group row"]) -> float:
     """Log of the number of label tables that exchanging groups, then rows inside them, can give."""
-    n_groups, size = positive.shape
-    held, times = np.unique(positive.sum(axis=1), return_counts=True)
+    n_groups, size = labels.shape
+    held, times = np.unique(np.sort(labels, axis=1), axis=0, return_counts=True)
     exchanges = gammaln(n_groups + 1) - gammaln(times + 1).sum()
-    inside = gammaln(size + 1) - gammaln(held + 1) - gammaln(size - held + 1)
-    return float(exchanges + (times * inside).sum())
+    # runs of one label in the sorted rows of each kind of group
+    starts = np.concatenate([np.ones((len(held), 1), dtype=bool), held[:, 1:] != held[:, :-1]], axis=1)
+    runs = np.diff(np.append(np.flatnonzero(starts), held.size))
+    alike = np.zeros(len(held))
+    np.add.at(alike, np.nonzero(starts)[0], gammaln(runs + 1))
+    return float(exchanges + (times * (gammaln(size + 1) - alike)).sum())
 
 
 def _held_out_scores(

@@ -1,14 +1,14 @@
-"""Linear probes of every site and head, cross-validated by group, with intervals and controls.
+"""Linear probes of every site and head, cross-validated by group, with intervals, controls and baselines.
 
-For each outer fold a logistic probe is fitted on the other folds, its strength chosen on inner folds of those alone
-(`nested_fit`), and its logits kept for the rows of that fold. AUROC counts the pairs of rows that one fit tested
-(`fold_auroc`): logits of two folds come from two fits, and pooling them would compare intercepts. Accuracy takes logit
-0 as threshold.
+Labels are two classes, several, or numbers (`target`); the probe is a logistic one, or what `probe=` names (`methods`).
+For each outer fold a probe is fitted on the other folds, its strength chosen on inner folds of those alone
+(`nested_fit`), and its scores kept for the rows of that fold. `measures` says what is reported of them.
 
 Every site comes with: a 95 % cluster-bootstrap interval, widened for cross-validation (`bootstrap`); the whole
-pipeline on shuffled labels, group by group, same folds (control_*; selectivity = auroc - control_auroc); and
-p_best_site, the chance that the best of all sites scores as high by luck (`permutation`). `selected` scores the choice
-of a site itself: in each fold the site is chosen by inner loss alone.
+pipeline on shuffled labels, group by group, same folds (control_*; selectivity = auroc - control_auroc), and on a
+control task, a label drawn once for each type of token (`control_task`, control_task_*); and p_best_site, the chance
+that the best of all sites scores as high by luck (`permutation`). `selected` scores the choice of a site itself: in
+each fold the site is chosen by inner loss alone. `baselines` is what the words, their number and their place tell.
 
 Beware: the control is one shuffle, the same at every site, so its AUROC scatters about 0.5 like that of any useless
 probe, and neighbours scatter together; what luck does over all sites is the null's to say. A linear probe shows that a
@@ -22,11 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -34,28 +35,32 @@ from microtome.capture.activations import Activations
 from microtome.data.provenance import environment
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import ROWS, group_codes
-from microtome.probes.labels import binary_labels
-from microtome.probes.logistic_solver import default_strengths
-from microtome.probes.nested_fit import NestedFit, nested_fits
-from microtome.probes.permutation import RIDGE, best_site_null, group_permutations, ridge_auroc
+from microtome.probes.measures import Resampling
+from microtome.probes.methods import ProbeMethod, probe_method
+from microtome.probes.nested_fit import NestedFit
+from microtome.probes.permutation import RIDGE, best_site_null, group_permutations, ridge_statistic
 from microtome.probes.site_blocks import SiteBlock, as_activations, site_blocks
 from microtome.probes.sweep_checkpoint import SweepCheckpoint
 from microtome.probes.sweep_result import Sweep
-from microtome.probes.sweep_table import interval_stretch, selected_site, sweep_table
+from microtome.probes.sweep_table import baseline_table, selected_site, sweep_table
+from microtome.probes.target import Kind, Target, target_of
 
 FEWEST_PERMUTATIONS = 20
 FEWEST_BOOTSTRAPS = 100
-_SHUFFLES_TRIED = 100
+_SHUFFLES_TRIED, _SHUFFLES_AT_ONCE = 100, 10
 _SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solver
 
 
 def sweep(
-    activations: Activations | Mapping,
+    activations: Activations | Mapping | np.ndarray | Tensor | pd.DataFrame,
     labels: str | Sequence | np.ndarray | pd.Series | Tensor,
     *,
     groups: str | Sequence | np.ndarray | pd.Series | Tensor,
     sites: Iterable | None = None,
+    target: Kind | None = None,
+    probe: str | None = None,
     strengths: Sequence[float] | None = None,
+    class_weight: Literal["balanced"] | None = None,
     folds: int = 5,
     inner_folds: int = 4,
     permutations: int = 999,
@@ -63,31 +68,41 @@ def sweep(
     seed: int = 0,
     texts: Iterable | None = None,
     entities: Mapping[str, Iterable] | None = None,
+    types: str | Sequence | np.ndarray | pd.Series | None = "token",
+    baselines: bool = True,
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Sweep:
-    """Probe every site for a binary label.
+    """Probe every site for a label.
 
     Args:
-        activations: Activations, or a mapping of site names to arrays `[row, d]` or `[row, head, d]`.
-        labels: two different values, one per row, or the name of a column of `activations.rows`. The larger value is
-            the positive class.
+        activations: Activations or a store, one array of features `[row, d]` or `[row, head, d]`, a table of numbers,
+            or a mapping of site names to arrays.
+        labels: one per row, or the name of a column of `activations.rows`. Of two values the larger is the positive
+            class; other names are classes, numbers with a fraction numbers.
         groups: one key per row, the name of a column, or "rows" to declare that rows are independent. Rows of a group
             are never split. Equal texts or entities in different groups are refused (`merged_groups` joins them).
         sites: names of sites, heads or kinds; every captured site if None.
-        strengths: values of C to choose from, ascending; `default_strengths` of each site's width if None.
+        target: "binary", "classes" or "numbers", where the labels leave it open.
+        probe: a name of `methods`; the logistic one for classes and the ridge for numbers if None.
+        strengths: values to choose from, ascending: of C, or what the probe has instead; its default ones if None.
+        class_weight: "balanced" lets both classes weigh the same (logistic probe). Scores are then no calibrated logits
+            of the data as they are.
         folds, inner_folds: outer folds that report, inner ones that choose the strength.
         permutations: shuffles for the null of the best site, at least 20; 0 leaves p_best_site NaN.
         bootstraps: draws of the groups for the intervals, at least 100.
         seed: fixes folds, shuffles and draws, for rows in this order.
         texts: one string per row for the leakage check; the column `string` or `token_ids` if None and there is one.
         entities: further keys that must not cross groups, by name; the number of the text always is one.
+        types: one key per row, or a column, that the control task draws its labels for; None for no such control. A
+            column that is not there, or whose types come back too seldom, gives none either, and provenance says so.
+        baselines: fit what can be told from the texts alone, where they are known.
         checkpoint: a folder that keeps what is finished, so that the same sweep goes on after it was killed; the caller
             deletes it.
         progress: show a bar.
 
     Raises:
-        ValueError: labels as `binary_labels`, groups as `group_codes`, folds as `grouped_folds`, sites as
+        ValueError: labels as `target_of`, groups as `group_codes`, folds as `grouped_folds`, sites as
             `site_blocks`; labels that cannot be shuffled within groups; strengths that do not ascend.
         KeyError: a column or site that is not there.
     """
@@ -102,7 +117,8 @@ def sweep(
             f"permutations={permutations}: p is at least 1 / (permutations + 1), so fewer than {FEWEST_PERMUTATIONS} "
             "never reach 0.05. Give more, or 0 for no null."
         )
-    positive, classes = binary_labels(_column(labels, rows, "labels"), n_rows=len(rows))
+    wanted = target_of(_column(labels, rows, "labels"), n_rows=len(rows), kind=target)
+    method = probe_method(probe, wanted.kind, class_weight=class_weight)
     if not (isinstance(groups, str) and groups == ROWS):
         groups = _column(groups, rows, "groups")
     if texts is None:
@@ -113,52 +129,55 @@ def sweep(
     blocks = site_blocks(activations, sites)
 
     seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(4)]
-    test = grouped_folds(positive.astype(np.int64), codes, folds=folds, seed=seeds[0])
-    nested = nested_folds(positive.astype(np.int64), codes, test, folds=inner_folds, seed=seeds[0])
-    control = _control_labels(positive, codes, test, nested, seed=seeds[1])
-    shuffles = group_permutations(positive, codes, test, permutations=permutations, seed=seeds[2])
-    labellings = torch.from_numpy(np.stack([positive, control]))
-    tests = torch.from_numpy(test)
+    test = grouped_folds(wanted.codes, codes, folds=folds, seed=seeds[0])
+    nested = nested_folds(wanted.codes, codes, test, folds=inner_folds, seed=seeds[0])
+    truth = wanted.values.numpy()
+    control = _control_labels(wanted, codes, test, nested, seed=seeds[1])
+    shuffles = group_permutations(truth, codes, test, permutations=permutations, seed=seeds[2])
+    labellings = torch.from_numpy(np.stack([truth, control]))
+    tests, nested_tests = torch.from_numpy(test), torch.from_numpy(nested)
 
-    settings = {"strengths": strengths, "ridge": RIDGE}
-    kept = SweepCheckpoint.of(checkpoint, [positive, control, test, nested, shuffles], settings)
+    settings = {"strengths": strengths, "ridge": RIDGE, "probe": method.name, "weight": class_weight}
+    kept = SweepCheckpoint.of(checkpoint, [labellings.numpy(), test, nested, shuffles], settings)
     prepared = time.perf_counter()
     n_probes = sum(len(block.probes) for block in blocks)
     with tqdm(total=n_probes, desc="probes", unit="probe", disable=not progress) as bar:
-        fits = _fit_all(blocks, labellings, tests, torch.from_numpy(nested), strengths, kept, bar)
+        fits = _fit_all(method, blocks, labellings, tests, nested_tests, strengths, kept, bar)
     fitted = time.perf_counter()
     statistics = None
     if permutations:
-        labelled = torch.from_numpy(np.concatenate([positive[None], shuffles]))
+        labelled = torch.from_numpy(np.concatenate([truth[None], shuffles]))
         with tqdm(total=n_probes, desc="null of the best site", unit="probe", disable=not progress) as bar:
-            statistics = _ridge_statistics(blocks, labelled, tests, kept, bar)
+            statistics = _ridge_statistics(blocks, labelled, wanted.kind, tests, kept, bar)
     shuffled = time.perf_counter()
 
     null = None if statistics is None else best_site_null(statistics)
     probes = [probe for block in blocks for probe in block.probes]
-    resampling = {"draws": bootstraps, "seed": seeds[3]}
-    groups_of_rows = torch.from_numpy(codes)
-    table = sweep_table(probes, fits, labellings, groups_of_rows, tests, null, **resampling)
+    resampling = Resampling(torch.from_numpy(codes), tests, draws=bootstraps, seed=seeds[3])
+    table = sweep_table(probes, fits, labellings, wanted.kind, resampling, null)
+    known: dict[str, NestedFit] = {}
     provenance = {
         "settings": {
             "sites": [str(block.probes[0].whole) for block in blocks],
-            "strengths": _strengths_used(blocks, strengths),
+            "probe": method.name,
+            "class_weight": class_weight,
+            "strengths": _strengths_used(method, blocks, strengths),
             "folds": folds,
             "inner_folds": inner_folds,
             "permutations": permutations,
             "bootstraps": bootstraps,
             "seed": seed,
             "ridge_per_training_row": RIDGE,
-            "interval_stretch": interval_stretch(folds),
+            "interval_stretch": resampling.stretch,
         },
+        "target": {"kind": wanted.kind, "classes": [str(value) for value in wanted.classes]},
         "data": {
             "rows": len(rows),
             "groups": int(codes.max()) + 1,
             "rows_declared_independent": isinstance(groups, str),
             "texts_checked": texts is not None,
-            "classes": [str(value) for value in classes],
-            "positive_rows": int(positive.sum()),
-            "labels_sha256": _digest(positive),
+            **_counts(wanted),
+            "labels_sha256": _digest(truth),
             "folds_sha256": _digest(test),
         },
         "activations": activations.provenance,
@@ -170,18 +189,23 @@ def sweep(
             "intervals": round(time.perf_counter() - shuffled, 3),
         },
     }
+    nothing = torch.empty(0, dtype=torch.float64)
+    has_task = len(labellings) > 2
     return Sweep(
         table=table,
         scores=torch.stack([fit.scores[0] for fit in fits]),
         control_scores=torch.stack([fit.scores[1] for fit in fits]),
+        control_task_scores=torch.stack([fit.scores[2] for fit in fits]) if has_task else nothing,
         coefficients={str(probe): fit.coefficients for probe, fit in zip(probes, fits, strict=True)},
         intercepts=torch.stack([fit.intercept for fit in fits]),
-        null=torch.empty(0, dtype=torch.float64) if null is None else null.maximum,
+        null=nothing if null is None else null.maximum,
         null_line=math.nan if null is None else null.line,
-        selected=selected_site(probes, fits, labellings[0], groups_of_rows, tests, **resampling),
-        positive=labellings[0],
-        control_positive=labellings[1],
-        groups=groups_of_rows,
+        selected=selected_site(probes, fits, labellings[0], wanted.kind, resampling),
+        baselines=baseline_table(known, labellings[0], wanted.kind, resampling),
+        truth=labellings[0],
+        control_truth=labellings[1],
+        control_task_truth=labellings[2] if has_task else nothing,
+        groups=resampling.groups,
         test=tests,
         fold_strengths=torch.stack([fit.fold_strengths[0] for fit in fits]),
         provenance=provenance,
@@ -189,6 +213,7 @@ def sweep(
 
 
 def _fit_all(
+    method: ProbeMethod,
     blocks: list[SiteBlock],
     labellings: Tensor,
     test: Tensor,
@@ -204,45 +229,64 @@ def _fit_all(
         together = max(1, _SIDE_BY_SIDE_BYTES // (8 * width * test.shape[1]))
         while some := list(islice(sites, together)):
             names, features = [str(probe) for probe, _ in some], torch.stack([values for _, values in some])
-            fits += kept.fits(names, features, partial(nested_fits, features, labellings, test, nested, strengths))
+            fits += kept.fits(names, features, partial(method.fits, features, labellings, test, nested, strengths))
             bar.update(len(features))
     return fits
 
 
-def _strengths_used(blocks: list[SiteBlock], strengths: tuple[float, ...] | None) -> dict[str, list[float]]:
-    """Values of C by the width of a site."""
+def _strengths_used(
+    method: ProbeMethod, blocks: list[SiteBlock], strengths: tuple[float, ...] | None
+) -> dict[str, list[float]]:
+    """Values to choose from, by the width of a site."""
     widths = sorted({block.width for block in blocks})
-    return {str(width): list(strengths or default_strengths(width)) for width in widths}
+    return {str(width): list(strengths or method.default_strengths(width)) for width in widths}
 
 
-def _ridge_statistics(blocks: list[SiteBlock], labelled: Tensor, test: Tensor, kept: SweepCheckpoint, bar) -> Tensor:
+def _counts(target: Target) -> dict:
+    """How many rows of each class, or where the numbers lie."""
+    if target.kind == "numbers":
+        return {"mean": target.values.mean().item(), "deviation": target.values.std(correction=0).item()}
+    counts = np.bincount(target.codes, minlength=len(target.classes))
+    rows = {str(name): int(count) for name, count in zip(target.classes, counts, strict=True)}
+    return {"classes": list(rows), "rows_of_class": list(rows.values())}
+
+
+def _ridge_statistics(
+    blocks: list[SiteBlock], labelled: Tensor, kind: Kind, test: Tensor, kept: SweepCheckpoint, bar
+) -> Tensor:
     statistics = []
     for block in blocks:
         names, features = [str(probe) for probe in block.probes], block.features
-        statistics.append(kept.statistics(names, features, partial(ridge_auroc, features, labelled, test)))
+        compute = partial(ridge_statistic, features, labelled, test, kind=kind)
+        statistics.append(kept.statistics(names, features, compute))
         bar.update(len(block.probes))
     return torch.cat(statistics)
 
 
 def _control_labels(
-    positive: Bool[np.ndarray, " example"],
+    target: Target,
     groups: Int64[np.ndarray, " example"],
     test: Bool[np.ndarray, "fold example"],
     nested: Bool[np.ndarray, "fold inner example"],
     *,
     seed: int,
-) -> Bool[np.ndarray, " example"]:
-    """The first of 100 shuffles under which every training mask holds both classes."""
-    train = np.concatenate([~test, (~test[:, None] & ~nested).reshape(-1, len(positive))])
-    shuffles = group_permutations(positive, groups, test, permutations=_SHUFFLES_TRIED, seed=seed)
-    held = shuffles.astype(np.float32) @ train.T.astype(np.float32)
-    usable = ((held > 0) & (held < train.sum(axis=1))).all(axis=1)
-    if not usable.any():
-        raise ValueError(
-            f"Each of {_SHUFFLES_TRIED} shuffles of the labels leaves a training fold with one class, so there is no "
-            "shuffled-label control. Too few groups carry one of the classes: add groups, or ask for fewer folds."
-        )
-    return shuffles[usable.argmax()]
+) -> Shaped[np.ndarray, " example"]:
+    """The first of 100 shuffles under which every training mask holds every class."""
+    train = np.concatenate([~test, (~test[:, None] & ~nested).reshape(-1, len(groups))])
+    labels = target.values.numpy()
+    for start in range(0, _SHUFFLES_TRIED, _SHUFFLES_AT_ONCE):
+        shuffles = group_permutations(labels, groups, test, permutations=_SHUFFLES_AT_ONCE, seed=seed + start)
+        for shuffle in shuffles:
+            if target.kind == "numbers" or _holds_every_class(shuffle, train):
+                return shuffle
+    raise ValueError(
+        f"Each of {_SHUFFLES_TRIED} shuffles of the labels leaves a training fold without a class, so there is no "
+        "shuffled-label control. Too few groups carry one of the classes: add groups, or ask for fewer folds."
+    )
+
+
+def _holds_every_class(labels: np.ndarray, masks: Bool[np.ndarray, "mask example"]) -> bool:
+    return all((masks & (labels == code)).any(axis=1).all() for code in np.unique(labels))
 
 
 def _column(values, rows: pd.DataFrame, name: str):
@@ -267,4 +311,5 @@ def _ascending(strengths: Sequence[float]) -> tuple[float, ...]:
 
 
 def _digest(values: np.ndarray) -> str:
-    return hashlib.sha256(np.packbits(values).tobytes()).hexdigest()
+    packed = np.packbits(values) if values.dtype == bool else np.ascontiguousarray(values)
+    return hashlib.sha256(packed.tobytes()).hexdigest()

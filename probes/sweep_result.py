@@ -1,8 +1,9 @@
 """The result of a sweep: one table row per probe, the numbers behind it, its figures and its files.
 
     <folder>/table.parquet         the table
+             baselines.parquet     what words, length and place alone can tell
              arrays.safetensors    out-of-fold scores, coefficients, labels, groups, folds, the null
-             sweep.json            settings, provenance, size and SHA-256 of the other two
+             sweep.json            settings, provenance, size and SHA-256 of the others
 
 A folder is written beside its place and renamed into it: an interrupted save leaves no half-written folder there.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float64, Int64, Shaped
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,70 +30,88 @@ from microtome.capture.activations import Activations
 from microtome.capture.sites import Site, near_matches
 from microtome.figures.head_map import head_map
 from microtome.figures.layer_curve import layer_curve
+from microtome.probes.measures import MAIN
+from microtome.probes.target import Kind
 
-FORMAT = "microtome sweep 1"
-_TABLE, _ARRAYS, _FACTS = "table.parquet", "arrays.safetensors", "sweep.json"
+FORMAT = "microtome sweep 2"
+_TABLE, _BASELINES = "table.parquet", "baselines.parquet"
+_ARRAYS, _FACTS = "arrays.safetensors", "sweep.json"
 _MOST_CURVES = 4
 BEST_COLUMNS = (
-    *("site", "auroc", "auroc_low", "auroc_high", "accuracy", "accuracy_low", "accuracy_high"),
-    *("control_auroc", "selectivity", "p_best_site"),
+    *("site", "auroc", "auroc_low", "auroc_high", "r2", "r2_low", "r2_high", "spearman"),
+    *("accuracy", "accuracy_low", "accuracy_high", "control_auroc", "control_r2", "selectivity"),
+    *("control_task_auroc", "p_best_site"),
 )
 
 
 @dataclass(frozen=True)
 class SelectedSite:
-    """What choosing the best site is worth: each outer fold scored by the site whose inner log-loss was lowest."""
+    """What choosing the best site is worth: each outer fold scored by the site whose inner loss was lowest."""
 
     sites: tuple[str, ...]  # the site chosen in each fold
-    auroc: float
-    auroc_low: float
-    auroc_high: float
-    accuracy: float
-    accuracy_low: float
-    accuracy_high: float
+    measures: dict[str, float]  # "auroc", "auroc_low", "auroc_high", "accuracy", ...; of numbers "r2", ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sweep:
     """Probes of every site, out of fold, with controls. Axes: probe as the table's rows, example as the data's rows.
 
-    Table columns: site, kind (with stack and call, where there are any), layer, head, auroc and accuracy (each with
-    `_low` and `_high`, the 95 % interval), balanced_accuracy, bits (log-loss per row), control_auroc and
-    control_accuracy (shuffled labels, same pipeline; with intervals), selectivity (auroc - control_auroc), p_best_site
-    and ridge_auroc (the null of the best site and what it judges), strength (of the refit on all rows), width
-    (features), majority_rate (accuracy of always answering the more frequent class).
+    Table columns: site, kind (with stack and call, where there are any), layer, head; auroc and accuracy, of numbers
+    r2 (each with `_low` and `_high`, the 95 % interval), and the other `measures`; the same under control labels,
+    control_* (shuffled) and control_task_* (one label per type); selectivity and control_task_selectivity (the main
+    measure less the control's); p_best_site and ridge_auroc or ridge_r2 (the null of the best site and what it judges);
+    strength (of the refit on all rows), width (features), majority_rate (accuracy of always answering the most frequent
+    class). Axis `output`: one per class where there are more than two, else none.
     """
 
     table: pd.DataFrame
-    scores: Float64[Tensor, "probe example"]  # logits of the probes of the fold that held the row out
-    control_scores: Float64[Tensor, "probe example"]  # the same for the shuffled labels
-    coefficients: dict[str, Tensor]  # by site: [d] of the refit on all rows, per unit of the raw features
-    intercepts: Float64[Tensor, " probe"]
-    null: Float64[Tensor, " permutation"]  # ridge AUROC of the best site under each shuffle; empty without shuffles
-    null_line: float  # AUROC that the best site exceeds in 5 % of shuffles; NaN without shuffles
+    scores: Float64[Tensor, "probe example *output"]  # logits or predictions of the fold that held the row out
+    control_scores: Float64[Tensor, "probe example *output"]  # the same for the shuffled labels
+    control_task_scores: Float64[Tensor, "..."]  # the same for the control task; empty without one
+    coefficients: dict[str, Tensor]  # by site: [*output, d] of the refit on all rows, per unit of the raw features
+    intercepts: Float64[Tensor, " probe *output"]
+    null: Float64[Tensor, " permutation"]  # ridge statistic of the best site under each shuffle; empty without shuffles
+    null_line: float  # what the best site exceeds in 5 % of shuffles; NaN without shuffles
     selected: SelectedSite
-    positive: Bool[Tensor, " example"]
-    control_positive: Bool[Tensor, " example"]
+    baselines: pd.DataFrame  # what can be told without the model: words, length, place; empty without texts
+    truth: Shaped[Tensor, " example"]  # labels: True for the larger of two, class numbers, or numbers
+    control_truth: Shaped[Tensor, " example"]
+    control_task_truth: Shaped[Tensor, " _"]  # empty without a control task
     groups: Int64[Tensor, " example"]
     test: Bool[Tensor, "fold example"]  # test rows of each outer fold
     fold_strengths: Float64[Tensor, "probe fold"]
     provenance: dict[str, Any]
 
-    def best(self, n: int = 10) -> pd.DataFrame:
-        """The n rows with the highest AUROC, ties in table order, and the columns to judge them by (`BEST_COLUMNS`).
+    @property
+    def kind(self) -> Kind:
+        """What the labels are: "binary", "classes" or "numbers"."""
+        return self.provenance["target"]["kind"]
 
-        Their AUROC is out of fold, yet the best of many is high by luck as well: judge by p_best_site, or take
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes, in the order of the outputs; none for numbers."""
+        return self.provenance["target"]["classes"]
+
+    @property
+    def measure(self) -> str:
+        """The table's main measure: "auroc" or "r2"."""
+        return MAIN[self.kind]
+
+    def best(self, n: int = 10) -> pd.DataFrame:
+        """The n rows with the highest AUROC or R2, ties in table order, and the columns to judge them by.
+
+        Their scores are out of fold, yet the best of many is high by luck as well: judge by p_best_site, or take
         `selected` for what the choice of a site is worth.
         """
-        ranked = self.table.sort_values("auroc", ascending=False, kind="stable").head(n)
+        ranked = self.table.sort_values(self.measure, ascending=False, kind="stable").head(n)
         return ranked[[name for name in BEST_COLUMNS if name in ranked]].reset_index(drop=True)
 
     def to_frame(self) -> pd.DataFrame:
         """A copy of the table."""
         return self.table.copy()
 
-    def coef(self, site: str | tuple | Site) -> Float64[Tensor, " feature"]:
-        """Direction of a site's probe, refitted on all rows: the logit's change per unit of each raw feature.
+    def coef(self, site: str | tuple | Site) -> Float64[Tensor, "*output feature"]:
+        """Direction of a site's probe, refitted on all rows: the score's change per unit of each raw feature.
 
         Raises KeyError for a site that was not probed, listing near matches.
         """
@@ -104,8 +123,8 @@ class Sweep:
             raise KeyError(f"{name} was not probed. {hint}{known}")
         return self.coefficients[name]
 
-    def decision(self, activations: Activations) -> Float64[Tensor, "probe row"]:
-        """Logits of other activations under the probes refitted on all rows; rows of the table by rows of the data.
+    def decision(self, activations: Activations) -> Float64[Tensor, "probe row *output"]:
+        """Scores of other activations under the probes refitted on all rows; rows of the table by rows of the data.
 
         w·x + b, with w and b in the units of the raw features. For rows the sweep has seen take `scores`, which are out
         of fold. Raises KeyError for a probed site that these activations lack, ValueError for one of another width.
@@ -113,19 +132,22 @@ class Sweep:
         logits = []
         for name, intercept in zip(self.table["site"], self.intercepts, strict=True):
             features, weights = activations[name].double(), self.coefficients[name]
-            if features.shape[-1] != len(weights):
+            if features.shape[-1] != weights.shape[-1]:
                 raise ValueError(
-                    f"{name} has {features.shape[-1]} features; its probe was fitted on {len(weights)}. Capture the "
-                    "same site of the same model."
+                    f"{name} has {features.shape[-1]} features; its probe was fitted on {weights.shape[-1]}. Capture "
+                    "the same site of the same model."
                 )
-            logits.append(features.cpu() @ weights + intercept)
+            logits.append(features.cpu() @ (weights if weights.dim() == 1 else weights.mT) + intercept)
         return torch.stack(logits)
 
-    def plot(self, *, value: str = "auroc") -> dict[str, go.Figure]:
-        """Figures of a table column: "head_map" if a kind has heads and layers, "layer_curve" if any has layers.
+    def plot(self, *, value: str | None = None) -> dict[str, go.Figure]:
+        """Figures of a table column, by default AUROC or R2.
+
+        "head_map" if a kind has heads and layers, "layer_curve" if any has layers.
 
         The map shows the first kind with heads; the curve shows kinds without heads first, at most four kinds.
         """
+        value = value or self.measure
         by_layer = self.table[self.table["layer"].notna()]
         with_heads = list(dict.fromkeys(by_layer.loc[by_layer["head"].notna(), "kind"]))
         kinds = [kind for kind in dict.fromkeys(by_layer["kind"]) if kind not in with_heads] + with_heads
@@ -133,7 +155,7 @@ class Sweep:
         if with_heads:
             figures["head_map"] = head_map(self.table, value=value, kind=with_heads[0])
         if kinds:
-            line = self.null_line if value == "auroc" and len(self.null) else None
+            line = self.null_line if value == self.measure and len(self.null) else None
             figures["layer_curve"] = layer_curve(
                 self.table, value=value, kinds=kinds[:_MOST_CURVES], best_site_null=line
             )
@@ -179,17 +201,18 @@ class Sweep:
                 if _sha256(folder / name) != digest:
                     raise ValueError(f"{folder / name} is not the file that was saved with this sweep. Save it again.")
             arrays = load_file(folder / _ARRAYS)
-            table = pd.read_parquet(folder / _TABLE)
+            table, baselines = pd.read_parquet(folder / _TABLE), pd.read_parquet(folder / _BASELINES)
         except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
             raise ValueError(f"{folder} is damaged ({error!r}). Restore it or sweep again.") from error
         coefficients = {name: arrays.pop(f"coefficients/{name}") for name in table["site"]}
-        selected = SelectedSite(**(facts["selected"] | {"sites": tuple(facts["selected"]["sites"])}))
+        selected = SelectedSite(tuple(facts["selected"]["sites"]), facts["selected"]["measures"])
         line = float("nan") if facts["null_line"] is None else facts["null_line"]
         return cls(
             table=table,
             coefficients=coefficients,
             null_line=line,
             selected=selected,
+            baselines=baselines,
             provenance=facts["provenance"],
             **arrays,
         )
@@ -200,8 +223,10 @@ class Sweep:
             "control_scores": self.control_scores,
             "intercepts": self.intercepts,
             "null": self.null,
-            "positive": self.positive,
-            "control_positive": self.control_positive,
+            "control_task_scores": self.control_task_scores,
+            "truth": self.truth,
+            "control_truth": self.control_truth,
+            "control_task_truth": self.control_task_truth,
             "groups": self.groups,
             "test": self.test,
             "fold_strengths": self.fold_strengths,
@@ -210,25 +235,26 @@ class Sweep:
         # a copy each: safetensors refuses tensors that share memory
         save_file({name: array.detach().cpu().clone().contiguous() for name, array in arrays.items()}, folder / _ARRAYS)
         self.table.to_parquet(folder / _TABLE)
+        self.baselines.to_parquet(folder / _BASELINES)
         facts = {
             "format": FORMAT,
             "null_line": self.null_line if len(self.null) else None,
             "selected": asdict(self.selected),
-            "sha256": {name: _sha256(folder / name) for name in (_TABLE, _ARRAYS)},
+            "sha256": {name: _sha256(folder / name) for name in (_TABLE, _BASELINES, _ARRAYS)},
             "provenance": self.provenance,
         }
         (folder / _FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False), encoding="utf-8")
         # a rename must not reach the disk before the bytes it names
-        for name in (_TABLE, _ARRAYS, _FACTS):
+        for name in (_TABLE, _BASELINES, _ARRAYS, _FACTS):
             with open(folder / name, "rb+") as file:
                 os.fsync(file.fileno())
 
     def __repr__(self) -> str:
-        best = self.best(1).iloc[0]
+        best, name = self.best(1).iloc[0], self.measure
         return (
-            f"Sweep({len(self.table)} probes, {len(self.positive):,} rows in {int(self.groups.max()) + 1:,} groups; "
-            f"best {best['site']} AUROC {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}], "
-            f"shuffled {best['control_auroc']:.3f}, p {best['p_best_site']:.3g})"
+            f"Sweep({len(self.table)} probes, {len(self.truth):,} rows in {int(self.groups.max()) + 1:,} groups; "
+            f"best {best['site']} {name.upper()} {best[name]:.3f} [{best[f'{name}_low']:.3f}, "
+            f"{best[f'{name}_high']:.3f}], shuffled {best[f'control_{name}']:.3f}, p {best['p_best_site']:.3g})"
         )
 
 
@@ -240,7 +266,7 @@ def _require_replaceable(folder: Path) -> None:
         is_sweep = False
     if not is_sweep:
         raise FileExistsError(f"{folder} exists and holds no sweep, so it is left alone. Give another folder.")
-    refuse_other_files(folder, (_TABLE, _ARRAYS, _FACTS), "a sweep")
+    refuse_other_files(folder, (_TABLE, _BASELINES, _ARRAYS, _FACTS), "a sweep")
 
 
 def _sha256(file: Path) -> str:

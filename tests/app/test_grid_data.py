@@ -37,24 +37,24 @@ SPANS = [[(0, 1, kind)] for kind in ("x", "y", "z", "x")]
 @pytest.mark.parametrize(
     ("given", "label", "says"),
     [
-        (SPANS, {}, "has 3 values"),
+        ([[(0, 1, number)] for number in (1, 2, 3, 1)], {}, "has 3 values"),
         (SPANS, {"positive": "w"}, "no row is 'w'; its values are 'x', 'y', 'z'"),
-        ([["x", "y", "z"]] * 4, {}, "has 3 values"),
-        (lambda text, offsets: ["abc"["abcd".index(text) % 3] for _ in offsets], {}, "has 3 values"),
+        ([[1, 2, 3]] * 4, {}, "has 3 values"),
+        (lambda text, offsets: ["abcd".index(text) % 3 for _ in offsets], {}, "has 3 values"),
     ],
 )
 def test_labels_of_tokens_are_checked_before_there_are_tokens(both_kinds, given, label, says) -> None:
     data = GridData("mine", both_kinds.table, {"part": given}, ("part",), {})
     with pytest.raises(ValueError, match=f"data set 'mine': label 'part'.*{says}"):
         data.labels_at("all", [LabelSettings(column="part", **label)])
-    assert data.labels_at("all", [LabelSettings(column="part", positive="x")])
+    words = GridData("mine", both_kinds.table, {"part": SPANS}, ("part",), {})
+    assert words.labels_at("all", [LabelSettings(column="part", positive="x"), LabelSettings(column="part")])
 
 
 @pytest.mark.parametrize(
     ("label", "positions", "says"),
     [
         (TOKEN, "last", "label 'is_last' of 'mine' has a value per token, and positions: last keeps.*positions: all"),
-        (KIND, "last", "data set 'mine': label 'kind' has 3 values"),
         (LabelSettings(column="lable"), "all", r"no label 'lable'.*\['label', 'kind'\].*\['is_last'\].*mean 'label'"),
         (LabelSettings(column="text"), "all", "no label 'text'"),
     ],

@@ -5,11 +5,11 @@ import pandas as pd
 import pytest
 
 from microtome.app.grid_config import LabelSettings
-from microtome.app.grid_labels import binary_label, draw_groups
+from microtome.app.grid_labels import draw_groups, grid_label
 
 
 def made(values: list, **label):
-    return binary_label(pd.Series(values), LabelSettings(column="c", **label))
+    return grid_label(pd.Series(values), LabelSettings(column="c", **label))
 
 
 @pytest.mark.parametrize(
@@ -23,25 +23,23 @@ def made(values: list, **label):
         ([1, 2, 9, 30], {"above": "median"}, [0, 1, 2, 3], [False, False, True, True]),
         ([1, 2, None, 30], {"above": 1}, [0, 1, 3], [False, True, True]),
         ([None, 1, 2, None], {"above": "median"}, [1, 2], [False, True]),
+        (["a", "c", None, "b"], {}, [0, 1, 3], ["a", "c", "b"]),
+        ([1, 2, None, 30], {"target": "numbers"}, [0, 1, 3], [1.0, 2.0, 30.0]),
+        ([1, 2, 3, 1], {"target": "classes"}, [0, 1, 2, 3], ["1", "2", "3", "1"]),
     ],
 )
-def test_values_become_two_classes(values, label, rows, positive) -> None:
+def test_values_become_targets(values, label, rows, positive) -> None:
     found = made(values, **label)
     assert found.rows.tolist() == rows
-    assert found.positive.tolist() == positive
+    assert found.values.tolist() == positive
     assert found.says["column"] == "c"
 
 
 @pytest.mark.parametrize(
     ("values", "label", "error", "says"),
     [
-        (
-            ["a", "b", "c"],
-            {},
-            ValueError,
-            r"'c' has 3 values \('a', 'b', 'c'\); a probe needs two. Write \{column: 'c', pos",
-        ),
-        ([1, 2, 3], {}, ValueError, "above: median"),
+        ([1, 2, 3], {}, ValueError, r"'c' has 3 values \(1, 2, 3\)\. Write \{column: 'c', target: numbers\}.*median"),
+        (["a", "b", "c"], {"target": "numbers"}, TypeError, "'target: numbers' needs numbers"),
         (["a", "a"], {}, ValueError, "'c' is 'a' in every row"),
         ([None, None], {}, ValueError, "missing in all 2 rows"),
         (["yes", "no"], {"positive": False}, ValueError, "no row is False.*put the class in quotes"),

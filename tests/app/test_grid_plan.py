@@ -34,7 +34,7 @@ def test_a_plan_loads_each_data_set_once_and_no_model(grid, model_folders, monke
     [
         ({"sites": ["residpost"]}, ValueError, "Did you mean .resid_post"),
         ({"labels": ["verdit"]}, KeyError, "verdict"),
-        ({"labels": ["place"]}, ValueError, "label 'place' has 3 values"),
+        ({"labels": [{"column": "place", "target": "numbers"}]}, ValueError, "label 'place': 'target: numbers' needs"),
         ({"models": ["x/a", "/y/x-a"]}, ValueError, "models: 'x-a' is there twice"),
     ],
 )

@@ -5,15 +5,15 @@ import pandas as pd
 import pytest
 
 from microtome.app.grid_config import GridConfig
-from microtome.app.grid_labels import BinaryLabel
+from microtome.app.grid_labels import GridLabel
 from microtome.app.grid_probe import check_folds
 from microtome.app.grid_story import FEW_GROUPS, said_result, said_rows
 
 CONFIG = GridConfig(name="g", models=["smollm2"], data=["toy"], probe={"folds": 2, "inner_folds": 2})
 
 
-def label(positive: list[int]) -> BinaryLabel:
-    return BinaryLabel(np.arange(len(positive)), np.array(positive, dtype=bool), {})
+def label(positive: list[int]) -> GridLabel:
+    return GridLabel(np.arange(len(positive)), np.array(positive, dtype=bool), "binary", {})
 
 
 def test_folds_that_can_be_made() -> None:

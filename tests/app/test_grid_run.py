@@ -54,7 +54,7 @@ def test_two_models_by_two_data_sets_finish(grid, model_folders, tables, tmp_pat
     assert set(run.figures) == {"head_map", "layer_curve"}
     best = run.table("sites").dropna(subset="head")["auroc"].max()
     assert row["best_head_auroc"] == pytest.approx(best)
-    assert Sweep.load(run.path / "sweep").positive.numel() == row["rows"]
+    assert Sweep.load(run.path / "sweep").truth.numel() == row["rows"]
     assert {"model", "data", "capture", "label"} <= set(run.provenance)
     assert len(list((folder / "captures").glob("*/"))) == 4  # two labels are probed in one capture
 
@@ -287,7 +287,7 @@ def uninterrupted(write_grid, tables, tmp_path_factory) -> pd.DataFrame:
     [
         pytest.param("microtome.app.grid_run", "capture", 1, marks=pytest.mark.slow),
         ("microtome.capture.store_writer", "append_log", 1),
-        ("microtome.probes.sweep", "nested_fits", 3),
+        ("microtome.probes.methods", "nested_fits", 3),
         pytest.param("microtome.app.grid_probe", "cell_report", 0, marks=pytest.mark.slow),
         pytest.param("microtome.app.grid_folder", "write_whole", 4, marks=pytest.mark.slow),
     ],

@@ -78,7 +78,7 @@ def test_two_labels_of_tokens_from_one_capture(tokens, tmp_path, monkeypatch) ->
     run = Run.open(table.loc["part", "run"])
     assert run.provenance["rows"] == {"captured": n_tokens, "with_label": n_tokens - 30, "probed": n_tokens - 30}
     rows = run.table("rows")
-    assert (rows["token"].str.strip().isin(NOUNS) != rows["positive"]).all()  # "other" is the larger of the two
+    assert (rows["token"].str.strip().isin(NOUNS) != rows["label"]).all()  # "other" is the larger of the two
     store = Store.open(folder / "captures" / "words".join(["llama--", "--resid_post--all"]))
     assert store.rows["part"].isna().sum() == 30
 

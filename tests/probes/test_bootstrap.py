@@ -67,7 +67,7 @@ def test_first_order_form_agrees_with_resampling_rows(n, tied):
     scores = (2 * scores).round() if tied else scores
     fold_of_group = torch.zeros(int(groups.max()) + 1, dtype=torch.int64).index_copy_(0, groups, torch.arange(n) % 5)
     test = fold_of_group[groups] == torch.arange(5)[:, None]
-    counts = group_counts(positive, groups, test, draws=300, seed=3)
+    counts = torch.cat(list(group_counts(positive, groups, test, draws=300, seed=3)), dim=1)
     resampled = torch.empty(len(scores), 300)
     for draw in range(300):
         rows = torch.arange(n).repeat_interleave(counts[groups, draw].long())

@@ -60,7 +60,7 @@ def test_shuffled_labels_score_half_everywhere(planted):
     top = result.table.set_index("site").loc["z.1.7"]
     assert abs(top["control_auroc"] - 0.5) < 0.13
     assert top["selectivity"] > 0.2
-    shuffled, real = result.control_positive, result.positive
+    shuffled, real = result.control_truth, result.truth
     assert (shuffled != real).any()
     for rows in result.test:
         assert shuffled[rows].sum() == real[rows].sum()
@@ -91,7 +91,7 @@ def test_each_probe_is_fitted_as_alone(planted):
     activations, result = planted
     alone = sweep(activations, "positive", groups="question", sites=["z.1.7"], **QUICK | {"permutations": 199})
     assert torch.equal(alone.test, result.test)
-    assert torch.equal(alone.control_positive, result.control_positive)
+    assert torch.equal(alone.control_truth, result.control_truth)
     row = result.table["site"].tolist().index("z.1.7")
     torch.testing.assert_close(alone.scores[0], result.scores[row], rtol=0, atol=1e-6)
     columns = [name for name in alone.table.columns if name != "p_best_site"]
@@ -140,7 +140,7 @@ def test_twins_are_refused_as_rows_and_score_half_as_groups():
     assert honest.table["auroc"][0] == pytest.approx(0.5, abs=0.08)
     assert honest.provenance["data"]["texts_checked"]
     # a pair's labels flip together in the shuffles, and stay one true and one false
-    assert (honest.control_positive.reshape(80, 2).sum(dim=1) == 1).all()
+    assert (honest.control_truth.reshape(80, 2).sum(dim=1) == 1).all()
 
 
 def test_all_positions_of_a_text_need_its_group():
@@ -152,7 +152,7 @@ def test_all_positions_of_a_text_need_its_group():
         sweep(activations, labels, groups="rows", **QUICK)
     result = sweep(activations, labels, groups="text", **QUICK)
     assert result.groups.unique().numel() == 40
-    assert (result.control_positive.reshape(40, 3).float().std(dim=1) == 0).all()
+    assert (result.control_truth.reshape(40, 3).float().std(dim=1) == 0).all()
 
 
 def test_tokens_of_unlike_texts_get_a_control_that_is_none_of_the_real_label():
@@ -175,7 +175,7 @@ def test_tokens_of_unlike_texts_get_a_control_that_is_none_of_the_real_label():
 def test_scores_are_those_of_the_nested_fit():
     features, labels = noise(80, 5), balanced(80)
     result = sweep({"resid_post.0": features}, labels, groups="rows", **QUICK)
-    labellings = torch.stack([result.positive, result.control_positive])
+    labellings = torch.stack([result.truth, result.control_truth])
     settings = result.provenance["settings"]
     assert set(map(tuple, settings["strengths"].values())) == {(0.001, 0.1)}
     assert settings["interval_stretch"] == pytest.approx((1 + 4 / 3) ** 0.5)
@@ -197,7 +197,7 @@ def test_provenance_is_json_and_survives_saving(planted, tmp_path):
         "rows_declared_independent": False,
         "texts_checked": False,
         "classes": ["False", "True"],
-        "positive_rows": 100,
+        "rows_of_class": [100, 100],
         "labels_sha256": facts["data"]["labels_sha256"],
         "folds_sha256": facts["data"]["folds_sha256"],
     }
@@ -218,8 +218,8 @@ def test_progress_can_be_silent(capsys):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"labels": np.ones(40)}, ValueError, "needs two. A probe needs both classes"),
-        ({"labels": np.arange(40)}, ValueError, r"40 different value\(s\)"),
+        ({"labels": np.ones(40)}, ValueError, r"holds 1 different value \(1\.0\)\. A probe needs"),
+        ({"labels": np.arange(40)}, ValueError, r"40 whole numbers .* Say which: target="),
         ({"labels": np.where(np.arange(40) == 3, np.nan, np.arange(40) % 2)}, ValueError, r"first: row 3"),
         ({"labels": balanced(39)}, ValueError, r"labels has shape \(39,\), activations 40 rows"),
         ({"labels": "polarity"}, KeyError, "labels='polarity' is no column of activations.rows"),

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
+from microtome.probes import methods
 from microtome.probes.sweep import sweep
 
 sweep_module = sys.modules["microtome.probes.sweep"]  # the folder's name `sweep` is the function
@@ -26,19 +27,20 @@ def case(monkeypatch):
 
 def dies_at(monkeypatch, name: str, number: int) -> list:
     """The `number`-th call of a solver raises, as a kill would end it; returns the list of calls."""
-    real, calls = getattr(sweep_module, name), []
+    module = methods if name == "nested_fits" else sweep_module
+    real, calls = getattr(module, name), []
 
-    def fragile(*arguments):
+    def fragile(*arguments, **options):
         calls.append(1)
         if len(calls) == number:
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(*arguments, **options)
 
-    monkeypatch.setattr(sweep_module, name, fragile)
+    monkeypatch.setattr(module, name, fragile)
     return calls
 
 
-@pytest.mark.parametrize(("name", "number"), [("nested_fits", 1), ("nested_fits", 4), ("ridge_auroc", 2)])
+@pytest.mark.parametrize(("name", "number"), [("nested_fits", 1), ("nested_fits", 4), ("ridge_statistic", 2)])
 def test_a_killed_sweep_goes_on_to_the_same_bits(case, tmp_path, monkeypatch, name, number) -> None:
     arrays, labels = case
     whole = sweep(arrays, labels, **QUICK)
@@ -46,11 +48,11 @@ def test_a_killed_sweep_goes_on_to_the_same_bits(case, tmp_path, monkeypatch, na
         dies_at(patch, name, number)
         with pytest.raises(KeyboardInterrupt):
             sweep(arrays, labels, **QUICK, checkpoint=tmp_path / "kept")
-    fitted, nulls = (dies_at(monkeypatch, solver, -1) for solver in ("nested_fits", "ridge_auroc"))
+    fitted, nulls = (dies_at(monkeypatch, solver, -1) for solver in ("nested_fits", "ridge_statistic"))
     resumed = sweep(arrays, labels, **QUICK, checkpoint=tmp_path / "kept")
     done = number - 1 if name == "nested_fits" else 5
     assert len(fitted) == 5 - done
-    assert len(nulls) == 3 - (number - 1 if name == "ridge_auroc" else 0)
+    assert len(nulls) == 3 - (number - 1 if name == "ridge_statistic" else 0)
     pd.testing.assert_frame_equal(resumed.table, whole.table, check_exact=True)
     for field in ("scores", "control_scores", "intercepts", "null", "fold_strengths"):
         assert torch.equal(getattr(resumed, field), getattr(whole, field)), field

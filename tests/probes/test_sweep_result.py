@@ -38,25 +38,29 @@ def result():
         table=table,
         scores=random(8, 20),
         control_scores=random(8, 20),
+        control_task_scores=random(8, 20),
         coefficients={name: random(4) for name in names[:6]} | {name: random(12) for name in names[6:]},
         intercepts=random(8),
         null=random(99),
         null_line=0.61,
-        selected=SelectedSite(("z.0.0", "z.1.2"), 0.7, 0.6, 0.8, 0.65, 0.55, 0.75),
-        positive=torch.arange(20) % 2 == 0,
-        control_positive=torch.arange(20) % 3 == 0,
+        selected=SelectedSite(("z.0.0", "z.1.2"), {"auroc": 0.7, "auroc_low": 0.6, "auroc_high": 0.8}),
+        baselines=pd.DataFrame({"baseline": ["words"], "auroc": [0.6]}),
+        truth=torch.arange(20) % 2 == 0,
+        control_truth=torch.arange(20) % 3 == 0,
+        control_task_truth=torch.arange(20) % 5 == 0,
         groups=torch.arange(20) // 2,
         test=torch.arange(20) // 10 == torch.arange(2)[:, None],
         fold_strengths=random(8, 2).exp(),
-        provenance={"settings": {"seed": 0}, "data": {"rows": 20}},
+        provenance={"settings": {"seed": 0}, "data": {"rows": 20}, "target": {"kind": "binary", "classes": ["a", "b"]}},
     )
 
 
 def assert_same(left: Sweep, right: Sweep):
     pd.testing.assert_frame_equal(left.table, right.table)
-    for name in ("scores", "control_scores", "intercepts", "null", "fold_strengths"):
+    pd.testing.assert_frame_equal(left.baselines, right.baselines)
+    for name in ("scores", "control_scores", "control_task_scores", "intercepts", "null", "fold_strengths"):
         torch.testing.assert_close(getattr(left, name), getattr(right, name), rtol=0, atol=0)
-    for name in ("positive", "control_positive", "groups", "test"):
+    for name in ("truth", "control_truth", "control_task_truth", "groups", "test"):
         assert torch.equal(getattr(left, name), getattr(right, name))
     assert left.coefficients.keys() == right.coefficients.keys()
     for name, coefficient in left.coefficients.items():
@@ -117,7 +121,7 @@ def test_damage_is_noticed(result, tmp_path):
     result.save(folder, overwrite=True)
     facts = json.loads((folder / "sweep.json").read_text()) | {"format": "microtome sweep 9"}
     (folder / "sweep.json").write_text(json.dumps(facts))
-    with pytest.raises(ValueError, match="in the format 'microtome sweep 9'; this version reads 'microtome sweep 1'"):
+    with pytest.raises(ValueError, match="in the format 'microtome sweep 9'; this version reads 'microtome sweep 2'"):
         Sweep.load(folder)
     (folder / "sweep.json").write_text("{")
     with pytest.raises(ValueError, match="is damaged"):

@@ -4,9 +4,10 @@ import torch
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
 from microtome.capture.sites import Site
+from microtome.probes.measures import Resampling
 from microtome.probes.nested_fit import NestedFit
 from microtome.probes.permutation import best_site_null
-from microtome.probes.sweep_table import interval_stretch, selected_site, sweep_table
+from microtome.probes.sweep_table import selected_site, sweep_table
 
 PROBES = (Site("z", 3, 1), Site("resid_post", 0, stack="encoder"), Site("pooled"))
 
@@ -34,7 +35,7 @@ def case():
 def test_columns_are_what_they_say(case):
     fits, labellings, groups, test = case
     null = best_site_null(torch.tensor([[0.6, 0.55], [0.5, 0.5], [0.7, 0.65]], dtype=torch.float64))
-    table = sweep_table(PROBES, fits, labellings, groups, test, null, draws=50, seed=0)
+    table = sweep_table(PROBES, fits, labellings, "binary", Resampling(groups, test, 50, 0), null)
     assert table["site"].tolist() == ["z.3.1", "encoder.resid_post.0", "pooled"]
     assert table["kind"].tolist() == ["z", "encoder.resid_post", "pooled"]
     assert table["layer"].tolist()[:2] == [3, 0]
@@ -65,23 +66,25 @@ def test_columns_are_what_they_say(case):
 
 def test_without_a_null_there_is_no_p(case):
     fits, labellings, groups, test = case
-    table = sweep_table(PROBES, fits, labellings, groups, test, None, draws=20, seed=0)
+    table = sweep_table(PROBES, fits, labellings, "binary", Resampling(groups, test, 20, 0), None)
     assert table["p_best_site"].isna().all()
     assert table["ridge_auroc"].isna().all()
 
 
 def test_selection_takes_the_lowest_inner_loss_of_each_fold(case):
     fits, labellings, groups, test = case
-    selected = selected_site(PROBES, fits, labellings[0], groups, test, draws=50, seed=0)
+    selected = selected_site(PROBES, fits, labellings[0], "binary", Resampling(groups, test, 50, 0))
+    found = selected.measures
     assert selected.sites == ("pooled", "z.3.1")
     expected = torch.where(test[0], fits[2].scores[0], fits[0].scores[0])
     y = labellings[0].numpy()
     folds = [roc_auc_score(y[rows], expected.numpy()[rows]) for rows in test.numpy()]
     pairs = [y[rows].sum() * (~y[rows]).sum() for rows in test.numpy()]
-    assert selected.auroc == pytest.approx(np.average(folds, weights=pairs))
-    assert selected.accuracy == pytest.approx(((expected > 0) == labellings[0]).double().mean().item())
-    assert selected.auroc_low < selected.auroc < selected.auroc_high
+    assert found["auroc"] == pytest.approx(np.average(folds, weights=pairs))
+    assert found["accuracy"] == pytest.approx(((expected > 0) == labellings[0]).double().mean().item())
+    assert found["auroc_low"] < found["auroc"] < found["auroc_high"]
 
 
 def test_intervals_are_stretched_for_cross_validation():
-    assert interval_stretch(5) == pytest.approx(1.5)
+    test = torch.arange(10) % 5 == torch.arange(5)[:, None]
+    assert Resampling(torch.arange(10), test, 10, 0).stretch == pytest.approx(1.5)
