@@ -93,9 +93,10 @@ def uniform(
     weight: Float[Tensor, "task example"],
     ridge: Float[Tensor, "site 1 task width"],
     strength: Float[Tensor, "strength 1 1"],
+    variance: float = 0.25,
 ) -> Preconditioner:
-    """For p(1-p) = ¼ in every row, as at the start."""
-    heft = 0.25 * strength[:, :, 0] * weight.sum(1).mean()  # C Σ s p(1-p), mean over tasks
+    """For p(1-p) = ¼, or another variance, in every row, as at the start."""
+    heft = variance * strength[:, :, 0] * weight.sum(1).mean()  # C Σ s p(1-p), mean over tasks
     along = heft * axes.spectrum[:, None]
     along[..., :-1] += 1
     return Preconditioner(
