@@ -108,7 +108,8 @@ def fit_logistic(
     strengths = torch.as_tensor(strengths, dtype=torch.float64, device=features.device)
     if sample_weight is not None:
         sample_weight = (sample_weight[None] if sample_weight.ndim == 1 else sample_weight).double()
-    _check(features, labels, train, strengths, sample_weight)
+    check_problem(features, labels, train, strengths, sample_weight)
+    _check_binary(labels, train, sample_weight)
 
     used = train.any(0)
     train, target = train[:, used], labels[:, used].double()
@@ -235,8 +236,8 @@ def _row_weights(train, target, sample_weight, class_weight) -> Float[Tensor, "l
     return weight
 
 
-def _check(features, labels, train, strengths, sample_weight) -> None:
-    """Raise ValueError for input no fit can come from."""
+def check_problem(features, labels, train, strengths, sample_weight) -> None:
+    """Raise ValueError for input no fit can come from, whatever the labels stand for."""
     n_rows = features.shape[1]
     for name, given in (("labels", labels), ("train", train), ("sample_weight", sample_weight)):
         if given is not None and given.shape[-1] != n_rows:
@@ -253,10 +254,6 @@ def _check(features, labels, train, strengths, sample_weight) -> None:
                 f"features hold NaN, inf or numbers past {LARGEST:g}, first at site {site}, row {row}, "
                 f"feature {feature}; drop the row or fix the capture."
             )
-    if labels.dtype != torch.bool and not bool(((labels == 0) | (labels == 1)).all()):
-        raise ValueError(
-            f"labels must be 0 or 1, got {labels.unique()[:5].tolist()}; with more classes fit one label set per class."
-        )
     if sample_weight is not None:
         if len(sample_weight) not in (1, len(labels)):
             raise ValueError(
@@ -269,6 +266,14 @@ def _check(features, labels, train, strengths, sample_weight) -> None:
     if int(counts.min()) < 2:
         fold = int(counts.argmin())
         raise ValueError(f"fold {fold} trains on {int(counts[fold])} rows; a fit needs at least 2.")
+
+
+def _check_binary(labels, train, sample_weight) -> None:
+    """Raise ValueError for labels of other than two classes."""
+    if labels.dtype != torch.bool and not bool(((labels == 0) | (labels == 1)).all()):
+        raise ValueError(
+            f"labels must be 0 or 1, got {labels.unique()[:5].tolist()}; with more classes call fit_multinomial."
+        )
     ones = torch.ones_like(labels[:1], dtype=torch.float64) if sample_weight is None else sample_weight
     positive, total = (ones * labels) @ train.double().T, (ones @ train.double().T)
     has_one_class = (positive == 0) | (positive == total)

@@ -117,10 +117,10 @@ def approach(
         slope, lowered = new_slope, new_lowered
 
         is_open &= (slope * lower.scale).abs_().amax(-1) > tolerance * tasks.unit()
-        keep = _open_block(is_open)
+        keep = open_block(is_open)
         if keep is not None:
             found[here] = point
-            here = _within(here, keep)
+            here = within(here, keep)
             if len(here[0]) == 0:
                 return found, passes
             rows, tasks, lower = rows[keep[0]], tasks.kept(*keep), lower.kept(*keep)
@@ -172,9 +172,9 @@ def refine(
         signed = torch.where(tasks.target > 0, score, -score)
         margin[here] = signed.masked_fill_(tasks.weight == 0, torch.inf).amin(-1)
 
-        keep = _open_block(is_open)
+        keep = open_block(is_open)
         if keep is not None:
-            here = _within(here, keep)
+            here = within(here, keep)
             if len(here[0]) == 0:
                 break
             basis, tasks, single, lower = basis.of(keep[0]), tasks.kept(*keep), single.kept(*keep), lower.kept(*keep)
@@ -246,11 +246,11 @@ def _conjugate_gradients(
         size = new_size
 
         is_open &= size > enough
-        keep = _open_block(is_open)
+        keep = open_block(is_open)
         if keep is not None:
             answer[here] = x
             is_late[here] = is_open
-            here = _within(here, keep)
+            here = within(here, keep)
             if len(here[0]) == 0:
                 return answer.double(), spent, is_late
             rows, tasks, lower = rows[keep[0]], tasks.kept(*keep), lower.kept(*keep)
@@ -271,7 +271,7 @@ def _newton_direction(rows: Tensor, ridge: Tensor, curvature: Tensor, slope: Ten
     return -torch.cholesky_solve(slope[:, None], torch.linalg.cholesky(hessian))[:, 0]
 
 
-def _open_block(is_open: Tensor) -> tuple[Tensor, slice] | None:
+def open_block(is_open: Tensor) -> tuple[Tensor, slice] | None:
     """Sites with open fits, and strengths from the first that has one; None if that is the whole block.
 
     Rows are copied when sites leave, so they leave once half of them are done.
@@ -285,7 +285,7 @@ def _open_block(is_open: Tensor) -> tuple[Tensor, slice] | None:
     return sites, slice(first, None)
 
 
-def _within(here: tuple[Tensor, slice], keep: tuple[Tensor, slice]) -> tuple[Tensor, slice]:
+def within(here: tuple[Tensor, slice], keep: tuple[Tensor, slice]) -> tuple[Tensor, slice]:
     """`keep` counts inside the block `here`; the same counted in the whole grid."""
     return here[0][keep[0]], slice(here[1].start + keep[1].start, None)
 

@@ -90,12 +90,13 @@ class Preconditioner:
 def uniform(
     axes: Axes,
     *,
-    weight: Float[Tensor, "task example"],
+    weight: Float[Tensor, "weighting example"],
     ridge: Float[Tensor, "site 1 task width"],
     strength: Float[Tensor, "strength 1 1"],
+    variance: float = 0.25,
 ) -> Preconditioner:
-    """For p(1-p) = ¼ in every row, as at the start."""
-    heft = 0.25 * strength[:, :, 0] * weight.sum(1).mean()  # C Σ s p(1-p), mean over tasks
+    """For p(1-p) = ¼, or another variance, in every row, as at the start. Tasks may be several per weighting."""
+    heft = variance * strength[:, :, 0] * weight.sum(1).mean()  # C Σ s p(1-p), mean over tasks
     along = heft * axes.spectrum[:, None]
     along[..., :-1] += 1
     return Preconditioner(

@@ -8,6 +8,7 @@ from sklearn.preprocessing import StandardScaler
 
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.logistic_solver import default_strengths, fit_logistic
+from microtome.probes.metrics import logit_loss_bits
 from microtome.probes.nested_fit import _fold_paths, nested_fits
 
 STRENGTHS = default_strengths(6)
@@ -68,7 +69,8 @@ def test_corrupt_test_rows_change_no_bit_of_their_fold(case):
     corrupted[row] = 1e9
     strengths = torch.as_tensor(STRENGTHS, dtype=torch.float64)
     clean, dirty = (
-        _fold_paths(x[None], positive, ~test[0], nested[0], test[0], strengths) for x in (features, corrupted)
+        _fold_paths(x[None], positive, ~test[0], nested[0], test[0], strengths, fit_logistic, logit_loss_bits)
+        for x in (features, corrupted)
     )
     kept = test[0].nonzero()[:, 0] != row
     assert torch.equal(clean[0], dirty[0])
