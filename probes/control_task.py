@@ -43,8 +43,8 @@ def control_task(
     n_types = int(codes.max()) + 1
     if n_types < 2:
         raise ValueError(
-            f"All {len(labels)} rows are of one type ({_first(types)!r}), so their control labels are all the same. Give "
-            "a key that differs between rows: the token at the probed position, or the entity."
+            f"All {len(labels)} rows are of one type ({_first(types)!r}), so their control labels are all the same. "
+            "Give a key that differs between rows: the token at the probed position, or the entity."
         )
     kept = np.ones((1, len(labels)), dtype=bool) if train is None else train
     for rng in np.random.default_rng(seed).spawn(_DRAWS_TRIED):
@@ -53,9 +53,9 @@ def control_task(
             return control
     wanted = 2 if labels.dtype == np.float64 else len(np.unique(labels))
     raise ValueError(
-        f"None of {_DRAWS_TRIED} draws over {n_types} types leaves every training fold rows of all {wanted} classes. Too "
-        "few types, or too rare a class: give a finer type, join rare classes, ask for fewer folds, or do without the "
-        "control task."
+        f"None of {_DRAWS_TRIED} draws over {n_types} types leaves every training fold rows of all {wanted} classes. "
+        "Too few types, or too rare a class: give a finer type, join rare classes, ask for fewer folds, or do without "
+        "the control task."
     )
 
 

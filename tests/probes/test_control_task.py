@@ -67,7 +67,7 @@ def test_every_training_mask_holds_every_class(rows):
     labels = np.arange(60) % 10 == 0
     types = np.arange(60) // 20
     train = np.stack([types != 0, types != 1, types != 2])
-    with pytest.raises(ValueError, match="None of 100 draws over 3 types.*finer type"):
+    with pytest.raises(ValueError, match=r"None of 100 draws over 3 types.*finer type"):
         control_task(types, labels, train=train)
     types = np.arange(60) // 5
     train = np.stack([types % 4 != number for number in range(4)])
@@ -84,7 +84,7 @@ def test_bad_input_is_explained(rows):
         coverage("token", test)
     with pytest.raises(ValueError, match="no key for row 2"):
         control_task(["a", "b", None, "c"], np.array([True, False, True, False]))
-    with pytest.raises(ValueError, match="of one type \\('the'\\)"):
+    with pytest.raises(ValueError, match=r"of one type \('the'\)"):
         control_task(["the"] * 4, np.array([True, False, True, False]))
     with pytest.raises(ValueError, match="test has no row"):
         coverage(types, np.zeros_like(test))
