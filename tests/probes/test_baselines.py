@@ -177,7 +177,7 @@ def test_no_bit_of_a_fold_depends_on_its_test_texts(case):
 
 
 def test_many_rows_keep_the_largest_axes(monkeypatch, case):
-    texts, has_word, _ = case
+    texts, _, _ = case
     monkeypatch.setattr("microtome.probes.word_features.MOST_AXES", 20)
     assert bag_of_words(texts, torch.ones(240, dtype=torch.bool)).rows.shape == (240, 20)
 
