@@ -59,6 +59,33 @@ def control_task(
     )
 
 
+def shuffled_labels(
+    labels: Bool[np.ndarray, " example"] | Int64[np.ndarray, " example"] | Float64[np.ndarray, " example"],
+    groups: Int64[np.ndarray, " example"],
+    *,
+    seed: int = 0,
+) -> Bool[np.ndarray, " example"] | Int64[np.ndarray, " example"] | Float64[np.ndarray, " example"]:
+    """The labels in an order that keeps what groups share: for analyses without folds (a sweep shuffles within folds).
+
+    Labels that are the same throughout each group are dealt to the groups anew. Otherwise groups of one size exchange
+    their labels, then the rows inside each group do.
+    """
+    rng = np.random.default_rng(seed)
+    order = np.argsort(groups, kind="stable")
+    sizes = np.bincount(groups)
+    starts = np.cumsum(sizes) - sizes
+    in_order = labels[order]
+    shuffled = np.empty_like(labels)
+    first = in_order[starts]
+    if (in_order == np.repeat(first, sizes)).all():
+        return rng.permutation(first)[groups]
+    for size in np.unique(sizes):
+        members = np.flatnonzero(sizes == size)
+        places = starts[members][:, None] + np.arange(size)
+        shuffled[order[places]] = rng.permuted(in_order[places[rng.permutation(len(members))]], axis=1)
+    return shuffled
+
+
 def coverage(
     types, test: Bool[np.ndarray, "fold example"], train: Bool[np.ndarray, "fold example"] | None = None
 ) -> float:

@@ -3,7 +3,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from microtome.probes.control_task import control_task, coverage
+from microtome.probes.control_task import control_task, coverage, shuffled_labels
 from microtome.probes.folds import grouped_folds
 from microtome.probes.metrics import fold_auroc
 
@@ -88,3 +88,23 @@ def test_bad_input_is_explained(rows):
         control_task(["the"] * 4, np.array([True, False, True, False]))
     with pytest.raises(ValueError, match="test has no row"):
         coverage(types, np.zeros_like(test))
+
+
+def test_shuffled_labels_keep_groups_together():
+    rng = np.random.default_rng(0)
+    groups = rng.permutation(np.repeat(np.arange(50), rng.integers(1, 5, 50)))
+    by_group = (np.arange(50) % 3)[groups]
+    shuffled = shuffled_labels(by_group, groups, seed=1)
+    assert (shuffled != by_group).any()
+    assert all(len(set(shuffled[groups == group])) == 1 for group in range(50))
+    pairs = np.repeat(np.arange(40), 2)
+    twins = np.arange(80) % 2 == 0
+    flipped = shuffled_labels(twins, pairs, seed=2)
+    assert (flipped.reshape(40, 2).sum(axis=1) == 1).all()
+    assert 8 < (flipped != twins).sum() / 2 < 32
+    mixed = rng.random(len(groups)) < 0.5
+    sizes = np.bincount(groups)[groups]
+    again = shuffled_labels(mixed, groups, seed=3)
+    for size in set(sizes):
+        assert again[sizes == size].sum() == mixed[sizes == size].sum()
+    np.testing.assert_array_equal(again, shuffled_labels(mixed, groups, seed=3))
