@@ -80,12 +80,12 @@ class MlpFits:
         n_labels = self.weights[0].shape[1]
         two_classes = self.weights[-1].shape[-1] == 1
         rows = features.double()[:, None]
-        values = ((rows - self.mean[:, :, None]) / self.scale[:, :, None]).float()[:, None]
+        values = ((rows - self.mean[:, :, None]) / self.scale[:, :, None])[:, None]
         values = values.expand(-1, n_labels, -1, -1, -1)
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            values = values @ weight + bias[..., None, :]
+            values = values @ weight.double() + bias[..., None, :].double()
             values = values if number == len(self.weights) - 1 else values.clamp_min(0)
-        return values[..., 0].double() if two_classes else values.double()
+        return values[..., 0] if two_classes else values
 
 
 def fit_mlps(
