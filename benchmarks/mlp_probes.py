@@ -111,7 +111,8 @@ def compare(n_rows: int, sample: int, pairs: int) -> None:
         f"{WIDTH} -> {SETTINGS.hidden[0]} -> 1, batch {SETTINGS.batch}, {SETTINGS.epochs} epochs, "
         f"{torch.get_num_threads()} threads both sides; pairs {[round(r, 1) for r in ratios]}; seconds ours, theirs "
         f"with all threads and with one (scaled) {seconds}; mean final loss {batched.mean():.6f} ours, "
-        f"{single.mean():.6f} theirs, largest gap of a head {gap:.1e} nats; weights in the full call and in the sample's differ by {kept:.0e}",
+        f"{single.mean():.6f} theirs, largest gap of a head {gap:.1e} nats; weights in the full call and in the "
+        f"sample's differ by {kept:.0e}",
     )
 
 

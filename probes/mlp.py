@@ -56,7 +56,7 @@ class MLPProbe(ClassifierMixin, BaseEstimator):
         held = np.zeros(len(y), dtype=bool) if validation is None else np.asarray(validation)
         if held.shape != y.shape or held.dtype != bool:
             raise ValueError(
-                f"validation has shape {held.shape} and type {held.dtype}; pass True or False for each of {len(y)} rows."
+                f"validation has shape {held.shape}, type {held.dtype}; pass True or False for each of {len(y)} rows."
             )
         labels = torch.from_numpy(codes == 1) if len(self.classes_) == 2 else torch.from_numpy(codes.astype(np.int64))
         fits = fit_mlps(
