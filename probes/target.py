@@ -81,7 +81,7 @@ def _kind(series: pd.Series, values, shown: str) -> Kind:
 
 def _numbers(series: pd.Series) -> Float64[np.ndarray, " example"]:
     try:
-        numbers = series.to_numpy(dtype=np.float64)
+        numbers = series.to_numpy(dtype=np.float64, copy=True)
     except (TypeError, ValueError) as error:
         raise ValueError(f"labels are no numbers ({error}). Pass numbers, or target='classes'.") from error
     if not np.isfinite(numbers).all():
