@@ -98,7 +98,7 @@ class TokenMoments(TransformerMixin, BaseEstimator):
         texts = [np.asarray(text) for text in X]
         if wrong := [n for n, text in enumerate(texts) if text.ndim != 2 or not len(text)]:
             raise ValueError(
-                f"text {wrong[0]} has shape {list(texts[wrong[0]].shape)}; expected [token, feature], one token or more."
+                f"text {wrong[0]} has shape {list(texts[wrong[0]].shape)}; expected [token, feature], a token or more."
             )
         if wrong := [n for n, text in enumerate(texts) if text.shape[1] != texts[0].shape[1]]:
             raise ValueError(f"text {wrong[0]} has {texts[wrong[0]].shape[1]} features, text 0 {texts[0].shape[1]}.")
@@ -142,7 +142,7 @@ def moments_by_text(
     step = max(1, _OUTER_VALUES // (n_sites * len(first)))
     for start in range(0, n_tokens, step):
         part = projected[:, start : start + step]
-        covariance += _summed(part[..., first] * part[..., second], owner[start : start + step], len(counts))
+        covariance.index_add_(1, owner[start : start + step], part[..., first] * part[..., second])
     covariance /= counts[:, None]
     if signed_sqrt:
         covariance = covariance.sign() * covariance.abs().sqrt()
