@@ -174,3 +174,22 @@ def test_ready_inputs_and_training_mode_are_refused(loaded, tiny) -> None:
     model.module.train()
     with pytest.raises(ValueError, match="training mode"):
         attention_features(model, [[3, 4, 5]], keys={"a": "first"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "minilm"])
+def test_pretrained_models_of_unequal_texts_in_one_batch(request, name: str) -> None:
+    model = request.getfixturevalue(name)
+    texts = ["The trophy does not fit because it is too big.", "It rained.", "Anna asked Mary, since she knew."]
+    keys, queries = {"start": [(0, 3), (0, 2), (0, 4)], "previous": "previous"}, [[-2, -1], [-1], [-1]]
+    acts = attention_features(model, texts, keys=keys, queries=queries, progress=False)
+    for row, text in enumerate(texts):
+        pattern = eager(model, text)
+        offsets = model.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        stop = keys["start"][row][1]
+        start = [n for n, (first, last) in enumerate(offsets) if first < last and first < stop]
+        asked = [q % pattern.shape[-1] for q in queries[row]]
+        wanted = expected(pattern, start, asked, "mean", "from_query")
+        before = torch.stack([pattern[:, :, q, q - 1] for q in asked]).mean(0)
+        for layer in range(len(pattern)):
+            assert torch.allclose(acts["attention", layer][row], torch.stack([wanted, before], -1)[layer], atol=1e-5)
