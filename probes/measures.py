@@ -2,8 +2,9 @@
 
 Two classes: AUROC, accuracy (threshold: logit 0), balanced accuracy, average precision, log-loss in bits. Several
 classes: the mean AUROC of each class against the others (macro), accuracy of the largest logit, mean recall (balanced
-accuracy), log-loss in bits of the softmax. Numbers: R2 = 1 - sum (y - prediction)^2 / sum (y - mean of the fold's
-training rows)^2, Spearman's rank correlation, and the root mean square error in the unit of the labels.
+accuracy), macro-F1, log-loss in bits of the softmax. Both: the calibration error ECE beside its floor, what the same
+probabilities would have if they were right (`calibration`). Numbers: R2 = 1 - sum (y - prediction)^2 / sum (y - mean
+of the fold's training rows)^2, Spearman's rank correlation, and the root mean square error in the unit of the labels.
 
 AUROC is over pairs of rows that one fit tested (`fold_auroc`); intervals are cluster-bootstrap ones, widened for
 cross-validation (`bootstrap`).
@@ -25,6 +26,8 @@ from microtome.probes.bootstrap import (
     cross_validation_stretch,
     percentile_intervals,
 )
+from microtome.probes.calibration import calibration_error, calibration_floor, stated
+from microtome.probes.imbalance import average_precision, macro_f1
 from microtome.probes.metrics import (
     average_ranks,
     balanced_accuracy,
@@ -98,11 +101,22 @@ def others_of(
     if kind == "numbers":
         errors, _ = squared_errors(scores, truth, test)
         return {"spearman": spearman(scores, truth), "rmse": errors.mean(dim=1).sqrt()}
+    confidence, came_true = stated(scores, truth)
+    calibration = {"ece": calibration_error(confidence, came_true), "ece_floor": calibration_floor(confidence)}
     if kind == "binary":
-        return {"balanced_accuracy": balanced_accuracy(scores, truth), "bits": log_loss_bits(scores, truth)}
-    is_right = right(scores, truth, kind).to(torch.float64)
-    recalls = torch.stack([is_right[:, truth == code].mean(dim=1) for code in truth.unique()])
-    return {"balanced_accuracy": recalls.mean(dim=0), "bits": class_loss_bits(scores, truth).mean(dim=-1)}
+        return {
+            "balanced_accuracy": balanced_accuracy(scores, truth),
+            "average_precision": average_precision(scores, truth),
+            "bits": log_loss_bits(scores, truth),
+            **calibration,
+        }
+    recalls = torch.stack([came_true[:, truth == code].double().mean(dim=1) for code in truth.unique()])
+    return {
+        "balanced_accuracy": recalls.mean(dim=0),
+        "macro_f1": macro_f1(scores.argmax(dim=-1), truth),
+        "bits": class_loss_bits(scores, truth).mean(dim=-1),
+        **calibration,
+    }
 
 
 def right(

@@ -1,6 +1,12 @@
 """The probes a sweep can fit, by name: what each takes and from which strengths it chooses.
 
-logistic             L2-penalised logistic regression, of two or of several classes; the default for classes
+    logistic             L2-penalised logistic regression (`nested_fit`, `multinomial_fits`); the default for classes
+    ridge                least squares with a penalty, from moments (`moment_fits`); the default for numbers
+    lda                  shrunken linear discriminant analysis, from moments
+    mass_mean            difference of the class means, from moments
+    mass_mean_corrected  the same times the inverse of the covariance within classes
+
+Probes from moments read rows in chunks, so that they also do for a store that is larger than memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,21 +15,32 @@ from functools import partial
 from typing import Literal
 
 from microtome.probes.logistic_solver import default_strengths
+from microtome.probes.moment_fits import DEFAULT_STRENGTHS, moment_fits, moment_fits_of_chunks
+from microtome.probes.multinomial_fits import multinomial_fits
 from microtome.probes.nested_fit import NestedFit, nested_fits
 from microtome.probes.target import Kind
 
 DEFAULT: dict[Kind, str] = {"binary": "logistic", "classes": "logistic", "numbers": "ridge"}
+_OF_KIND: dict[str, tuple[Kind, ...]] = {
+    "logistic": ("binary", "classes"),
+    "ridge": ("binary", "classes", "numbers"),
+    "lda": ("binary", "classes"),
+    "mass_mean": ("binary", "classes"),
+    "mass_mean_corrected": ("binary", "classes"),
+}
 
 
 @dataclass(frozen=True)
 class ProbeMethod:
     """fits: features, labellings, test and nested masks, strengths -> one NestedFit per site.
 
+    fits_of_chunks: the same of rows that come in chunks, without nested masks; None where rows must be in memory.
     default_strengths: by the width of a site.
     """
 
     name: str
     fits: Callable[..., list[NestedFit]]
+    fits_of_chunks: Callable[..., list[NestedFit]] | None
     default_strengths: Callable[[int], Sequence[float]]
 
 
@@ -33,9 +50,17 @@ def probe_method(name: str | None, kind: Kind, *, class_weight: Literal["balance
     Raises ValueError for a name or a combination there is not.
     """
     name = name or DEFAULT[kind]
-    methods = {
-        ("logistic", "binary"): ProbeMethod(name, partial(nested_fits, class_weight=class_weight), default_strengths)
-    }
-    if (name, kind) not in methods:
-        raise ValueError(f"probe={name!r} of a {kind} target: there are {sorted(n for n, k in methods if k == kind)}.")
-    return methods[name, kind]
+    if kind not in _OF_KIND.get(name, ()):
+        known = sorted(method for method, kinds in _OF_KIND.items() if kind in kinds)
+        raise ValueError(f"probe={name!r} for a target of {kind}: give one of {', '.join(known)}.")
+    if name == "logistic":
+        solver = nested_fits if kind == "binary" else multinomial_fits
+        return ProbeMethod(name, partial(solver, class_weight=class_weight), None, default_strengths)
+    if class_weight is not None:
+        raise ValueError(f"class_weight={class_weight!r} is for the logistic probe; {name} weighs every row the same.")
+    return ProbeMethod(
+        name,
+        partial(moment_fits, method=name),
+        partial(moment_fits_of_chunks, method=name),
+        lambda width: DEFAULT_STRENGTHS,
+    )

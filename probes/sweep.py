@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import groupby, islice
+from itertools import combinations, groupby, islice
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,8 @@ from tqdm.auto import tqdm
 
 from microtome.capture.activations import Activations
 from microtome.data.provenance import environment
+from microtome.probes.baselines import baselines as text_baselines
+from microtome.probes.control_task import control_task, coverage
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import ROWS, group_codes
 from microtome.probes.measures import Resampling
@@ -47,6 +49,7 @@ from microtome.probes.target import Kind, Target, target_of
 
 FEWEST_PERMUTATIONS = 20
 FEWEST_BOOTSTRAPS = 100
+LEAST_COVERAGE = 0.5  # share of test rows whose token some training row has, from which the control task is made
 _SHUFFLES_TRIED, _SHUFFLES_AT_ONCE = 100, 10
 _SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solver
 
@@ -127,14 +130,18 @@ def sweep(
         entities = {**(entities or {}), "text": rows["text"]}
     codes = group_codes(groups, n_rows=len(rows), texts=texts, entities=entities)
     blocks = site_blocks(activations, sites)
+    _refuse_too_large(blocks, method, permutations)
 
     seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(4)]
     test = grouped_folds(wanted.codes, codes, folds=folds, seed=seeds[0])
     nested = nested_folds(wanted.codes, codes, test, folds=inner_folds, seed=seeds[0])
     truth = wanted.values.numpy()
-    control = _control_labels(wanted, codes, test, nested, seed=seeds[1])
+    masks = _training_masks(test, nested)
+    controls = [_control_labels(wanted, codes, test, masks, seed=seeds[1])]
+    task, task_facts = _control_task(types, rows, truth, test, masks, seed=seeds[1])
+    controls += [] if task is None else [task]
     shuffles = group_permutations(truth, codes, test, permutations=permutations, seed=seeds[2])
-    labellings = torch.from_numpy(np.stack([truth, control]))
+    labellings = torch.from_numpy(np.stack([truth, *controls]))
     tests, nested_tests = torch.from_numpy(test), torch.from_numpy(nested)
 
     settings = {"strengths": strengths, "ridge": RIDGE, "probe": method.name, "weight": class_weight}
@@ -156,6 +163,15 @@ def sweep(
     resampling = Resampling(torch.from_numpy(codes), tests, draws=bootstraps, seed=seeds[3])
     table = sweep_table(probes, fits, labellings, wanted.kind, resampling, null)
     known: dict[str, NestedFit] = {}
+    if baselines and texts is not None:
+        strings = rows["string"] if "string" in rows and not _are_strings(texts) else texts
+        known = text_baselines(
+            strings if _are_strings(strings) else None,
+            labellings=labellings[:1],
+            test=tests,
+            nested=nested_tests,
+            rows=rows,
+        )
     provenance = {
         "settings": {
             "sites": [str(block.probes[0].whole) for block in blocks],
@@ -176,6 +192,7 @@ def sweep(
             "groups": int(codes.max()) + 1,
             "rows_declared_independent": isinstance(groups, str),
             "texts_checked": texts is not None,
+            "control_task": task_facts,
             **_counts(wanted),
             "labels_sha256": _digest(truth),
             "folds_sha256": _digest(test),
@@ -224,14 +241,31 @@ def _fit_all(
 ) -> list[NestedFit]:
     """One nested fit per probe; sites of one width are solved side by side."""
     fits = []
-    for width, same in groupby(blocks, key=lambda block: block.width):
+    for (width, is_large), same in groupby(blocks, key=lambda block: (block.width, block.is_large)):
+        if is_large:
+            for block in same:
+                names = [str(probe) for probe in block.probes]
+                fit = partial(method.fits_of_chunks, block.chunks, labellings, test, strengths)
+                fits += kept.fits(names, block.chunks(), fit)
+                bar.update(len(names))
+            continue
         sites = (named for block in same for named in zip(block.probes, block.features, strict=True))
         together = max(1, _SIDE_BY_SIDE_BYTES // (8 * width * test.shape[1]))
         while some := list(islice(sites, together)):
             names, features = [str(probe) for probe, _ in some], torch.stack([values for _, values in some])
-            fits += kept.fits(names, features, partial(method.fits, features, labellings, test, nested, strengths))
+            fits += kept.fits(names, [features], partial(method.fits, features, labellings, test, nested, strengths))
             bar.update(len(features))
     return fits
+
+
+def _refuse_too_large(blocks: list[SiteBlock], method: ProbeMethod, permutations: int) -> None:
+    for block in blocks:
+        if block.is_large and (method.fits_of_chunks is None or permutations):
+            raise ValueError(
+                f"{block.probes[0].whole} takes {block.values.nbytes / 1e9:.1f} GB, more than is read at once, and "
+                f'probe={method.name!r} with permutations={permutations} needs it in memory. Give probe="lda" or '
+                '"ridge", which read it in chunks, and permutations=0; or take fewer rows, or one head.'
+            )
 
 
 def _strengths_used(
@@ -258,21 +292,59 @@ def _ridge_statistics(
     for block in blocks:
         names, features = [str(probe) for probe in block.probes], block.features
         compute = partial(ridge_statistic, features, labelled, test, kind=kind)
-        statistics.append(kept.statistics(names, features, compute))
+        statistics.append(kept.statistics(names, [features], compute))
         bar.update(len(block.probes))
     return torch.cat(statistics)
+
+
+def _training_masks(
+    test: Bool[np.ndarray, "fold example"], nested: Bool[np.ndarray, "fold inner example"]
+) -> Bool[np.ndarray, "mask example"]:
+    """All rows that some fit trains on: without a fold, without one of its inner folds or without a second fold."""
+    inner = (~test[:, None] & ~nested).reshape(-1, test.shape[1])
+    pairs = [~(first | second) for first, second in combinations(test, 2)] if len(test) > 2 else []
+    return np.concatenate([~test, inner, np.reshape(pairs, (-1, test.shape[1])).astype(bool)])
+
+
+def _control_task(
+    types,
+    rows: pd.DataFrame,
+    truth: np.ndarray,
+    test: Bool[np.ndarray, "fold example"],
+    masks: Bool[np.ndarray, "mask example"],
+    *,
+    seed: int,
+) -> tuple[np.ndarray | None, dict]:
+    """Labels of the control task, or None, and what provenance says of them. Types that were given must do."""
+    is_default = isinstance(types, str) and types == "token"
+    if types is None or (is_default and ("token" not in rows or rows["token"].nunique() < 2)):
+        return None, {"made": False, "reason": "no types" if types is not None else "not wanted"}
+    keys = _column(types, rows, "types")
+    share = coverage(keys, test)
+    facts = {"types": int(pd.Series(np.asarray(keys)).nunique()), "coverage": share}
+    if is_default and share < LEAST_COVERAGE:
+        return None, {"made": False, "reason": "types come back too seldom", **facts}
+    try:
+        return control_task(keys, truth, seed=seed, train=masks), {"made": True, **facts}
+    except ValueError as error:
+        if not is_default:
+            raise
+        return None, {"made": False, "reason": str(error), **facts}
+
+
+def _are_strings(texts) -> bool:
+    return all(isinstance(text, str) for text in texts)
 
 
 def _control_labels(
     target: Target,
     groups: Int64[np.ndarray, " example"],
     test: Bool[np.ndarray, "fold example"],
-    nested: Bool[np.ndarray, "fold inner example"],
+    train: Bool[np.ndarray, "mask example"],
     *,
     seed: int,
 ) -> Shaped[np.ndarray, " example"]:
     """The first of 100 shuffles under which every training mask holds every class."""
-    train = np.concatenate([~test, (~test[:, None] & ~nested).reshape(-1, len(groups))])
     labels = target.values.numpy()
     for start in range(0, _SHUFFLES_TRIED, _SHUFFLES_AT_ONCE):
         shuffles = group_permutations(labels, groups, test, permutations=_SHUFFLES_AT_ONCE, seed=seed + start)

@@ -9,7 +9,7 @@ that went on is, in every bit, the sweep that was not interrupted. Delete the fo
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,12 +50,12 @@ class SweepCheckpoint:
         return cls(folder, digest.hexdigest())
 
     def fits(
-        self, names: Sequence[str], features: Float[Tensor, "site example feature"], fit: Callable[[], list[NestedFit]]
+        self, names: Sequence[str], chunks: Iterable[Float[Tensor, "site some feature"]], fit: Callable
     ) -> list[NestedFit]:
-        """The fits of these sites: read, or made by `fit` and kept."""
+        """The fits of these sites, whose rows are the chunks: read, or made by `fit` and kept."""
         if self.folder is None:
             return fit()
-        file = self._file("fits", names, features)
+        file = self._file("fits", names, chunks)
         held = _read(file)
         if held is None:
             fits = fit()
@@ -69,23 +69,25 @@ class SweepCheckpoint:
     def statistics(
         self,
         names: Sequence[str],
-        features: Float[Tensor, "site example feature"],
+        chunks: Iterable[Float[Tensor, "site some feature"]],
         compute: Callable[[], Float64[Tensor, "site labelling"]],
     ) -> Float64[Tensor, "site labelling"]:
         """The ridge statistics of these sites: read, or made by `compute` and kept."""
         if self.folder is None:
             return compute()
-        file = self._file("null", names, features)
+        file = self._file("null", names, chunks)
         held = _read(file)
         if held is None:
             held = {"statistics": compute()}
             _write(file, held)
         return held["statistics"]
 
-    def _file(self, kind: str, names: Sequence[str], features: Tensor) -> Path:
-        digest = hashlib.sha256(f"{self.key} {json.dumps(list(names))} {features.dtype} {features.shape}".encode())
-        for site in features:
-            digest.update(site.contiguous().view(torch.uint8).numpy())
+    def _file(self, kind: str, names: Sequence[str], chunks: Iterable[Tensor]) -> Path:
+        digest = hashlib.sha256(f"{self.key} {json.dumps(list(names))}".encode())
+        for chunk in chunks:
+            digest.update(f"{chunk.dtype} {chunk.shape}".encode())
+            for site in chunk:
+                digest.update(site.contiguous().view(torch.uint8).numpy())
         return self.folder / f"{kind}-{digest.hexdigest()[:32]}.safetensors"
 
 

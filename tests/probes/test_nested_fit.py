@@ -68,8 +68,9 @@ def test_corrupt_test_rows_change_no_bit_of_their_fold(case):
     corrupted = features.clone()
     corrupted[row] = 1e9
     strengths = torch.as_tensor(STRENGTHS, dtype=torch.float64)
+    weight = torch.ones(positive.shape, dtype=torch.float64)
     clean, dirty = (
-        _fold_paths(x[None], positive, ~test[0], nested[0], test[0], strengths, fit_logistic, logit_loss_bits)
+        _fold_paths(x[None], positive, ~test[0], nested[0], test[0], strengths, fit_logistic, logit_loss_bits, weight)
         for x in (features, corrupted)
     )
     kept = test[0].nonzero()[:, 0] != row

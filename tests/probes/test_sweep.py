@@ -196,6 +196,7 @@ def test_provenance_is_json_and_survives_saving(planted, tmp_path):
         "groups": 100,
         "rows_declared_independent": False,
         "texts_checked": False,
+        "control_task": {"made": False, "reason": "no types"},
         "classes": ["False", "True"],
         "rows_of_class": [100, 100],
         "labels_sha256": facts["data"]["labels_sha256"],
