@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic.fields import FieldInfo
 
 from microtome.app.config import DemoConfig
-from microtome.app.settings_file import read_settings
+from microtome.app.probe_config import ProbeConfig
+from microtome.app.settings_file import as_yaml, holds_setting, read_settings
 from microtome.app.user_errors import user_errors
 
 app = typer.Typer(
@@ -29,7 +31,7 @@ app.add_typer(models, name="models", help="What models there are, and what is kn
 app.add_typer(data, name="data", help="Labelled data sets from registry packages.")
 app.add_typer(store, name="store", help="Folders of kept activations.")
 
-_FIELDS = DemoConfig.model_fields
+_FIELDS, _PROBE_FIELDS = DemoConfig.model_fields, ProbeConfig.model_fields
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout and nothing else there")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be done, and what it takes, and stop")]
 GridFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="YAML file with the settings of the grid")]
@@ -38,9 +40,16 @@ StoreFolder = Annotated[Path, typer.Argument(help="folder of a store")]
 
 
 def _option(name: str, *flags: str) -> typer.models.OptionInfo:
-    return typer.Option(
-        *flags, help=f"{_FIELDS[name].description} (default: {_FIELDS[name].default})", show_default=False
-    )
+    return _flag(_FIELDS[name], *flags)
+
+
+def _probe_option(name: str) -> typer.models.OptionInfo:
+    return _flag(_PROBE_FIELDS[name], f"--{name.replace('_', '-')}")
+
+
+def _flag(field: FieldInfo, *flags: str) -> typer.models.OptionInfo:
+    default = "" if field.is_required() else f" (default: {field.default})"
+    return typer.Option(*flags, help=f"{field.description}{default}", show_default=False)
 
 
 def _shown_version(wanted: bool | None) -> None:
@@ -94,9 +103,57 @@ def capture_grid(config: GridFile, dry_run: DryRun = False, as_json: Json = Fals
 
 
 @app.command("probe")
-def probe_grid(config: GridFile, dry_run: DryRun = False, as_json: Json = False) -> None:
-    """Fit the probes of a grid on the stores that `microtome capture` left."""
-    _grid(config, ("probe",), dry_run, as_json)
+def probe_features(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="a store, saved activations, a .npy, .npz, .parquet, .csv or .safetensors file; or a YAML file with "
+            "the settings of a grid, or of one probe (features: ...)",
+        ),
+    ],
+    label: Annotated[str | None, _probe_option("label")] = None,
+    group: Annotated[str | None, _probe_option("group")] = None,
+    rows: Annotated[Path | None, _probe_option("rows")] = None,
+    columns: Annotated[str | None, _probe_option("columns")] = None,
+    positive: Annotated[str | None, _probe_option("positive")] = None,
+    above: Annotated[str | None, _probe_option("above")] = None,
+    target: Annotated[Literal["classes", "numbers"] | None, _probe_option("target")] = None,
+    where: Annotated[str | None, _probe_option("where")] = None,
+    site: Annotated[list[str] | None, typer.Option(help="a site or kind, again for more; all without it")] = None,
+    method: Annotated[str | None, _probe_option("method")] = None,
+    class_weight: Annotated[Literal["balanced"] | None, _probe_option("class_weight")] = None,
+    types: Annotated[str | None, _probe_option("types")] = None,
+    folds: Annotated[int | None, _probe_option("folds")] = None,
+    inner_folds: Annotated[int | None, _probe_option("inner_folds")] = None,
+    permutations: Annotated[int | None, _probe_option("permutations")] = None,
+    bootstraps: Annotated[int | None, _probe_option("bootstraps")] = None,
+    seed: Annotated[int | None, _probe_option("seed")] = None,
+    out: Annotated[Path | None, _probe_option("out")] = None,
+    name: Annotated[str | None, _probe_option("name")] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Probe activations or features that are on disk for a label; or the stores of a grid that was captured."""
+    given = {key: value for key, value in locals().items() if key in _PROBE_FIELDS and value is not None}
+    with user_errors(as_json, flags=_PROBE_FIELDS):
+        given |= {key: as_yaml(given[key]) for key in ("positive", "above") if key in given}
+        given |= {} if site is None else {"sites": site}
+        is_settings = source.suffix.lower() in (".yaml", ".yml")
+        if is_settings and not (source.is_file() and holds_setting(source, "features")):
+            if given:
+                raise ValueError(
+                    f"{source} holds a grid, whose settings are in the file; {sorted(given)} were given too."
+                )
+            _grid(source, ("probe",), dry_run, as_json)
+        if dry_run:
+            raise ValueError("--dry-run is for a grid; a probe of features on disk says how long it takes as it runs.")
+        settings = read_settings(
+            ProbeConfig, source if is_settings else None, given | ({} if is_settings else {"features": source})
+        )
+        from microtome.app.probe_run import run_probe_of
+
+        run_probe_of(settings, as_json=as_json)
 
 
 @app.command("sweep")

@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 
 from microtome.app.config import DemoConfig
 from microtome.app.machine import can_write
+from microtome.app.sweep_words import SHOWN, print_best, said_baselines
 from microtome.capture.collect import capture
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel, load_model
@@ -30,10 +31,9 @@ from microtome.probes.groups import group_codes
 from microtome.probes.sweep import Sweep, sweep
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 SITES = ("resid_post", "z")
-SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,7 @@ def demo_report(
         "best head": _said(best_head),
         "beyond the best of 5 % of permuted labellings": f"{heads} heads, {streams} layers",
         "texts": f"{len(table)} in {table['group'].nunique()} groups",
+        "without the model": said_baselines(result),
     }
     sections = [
         Section("Which heads", _HEADS, figures["head_map"], _MAP, _kind(result.table, "z"), "heads"),
@@ -278,26 +279,3 @@ def _most_wrong(result: Sweep, table: pd.DataFrame) -> pd.DataFrame:
 
 def _records(table: pd.DataFrame) -> list[dict]:
     return json.loads(table.to_json(orient="records"))
-
-
-def print_best(console: "Console", result: Sweep) -> None:
-    """The strongest sites with intervals and controls."""
-    from rich import box
-    from rich.table import Table
-
-    shown = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    shown.add_column("site", no_wrap=True)
-    shown.add_column("AUROC, 95 % interval", no_wrap=True)
-    shown.add_column("accuracy", no_wrap=True)
-    shown.add_column("shuffled", justify="right")
-    shown.add_column("p", justify="right")
-    for _, row in result.best(SHOWN).iterrows():
-        shown.add_row(
-            str(row["site"]),
-            f"{row['auroc']:.3f} [{row['auroc_low']:.3f}, {row['auroc_high']:.3f}]",
-            f"{row['accuracy']:.3f} [{row['accuracy_low']:.3f}, {row['accuracy_high']:.3f}]",
-            f"{row['control_auroc']:.3f}",
-            f"{row['p_best_site']:.3f}",
-        )
-    console.print(shown)
-    console.print("shuffled: AUROC on shuffled labels; p: that the best of all sites does as well by luck.")

@@ -73,9 +73,12 @@ def probe_cells(capture: CaptureCell, labels: Sequence[LabelSettings]) -> list[P
 
 
 def model_name(model: ModelSettings) -> str:
-    """`called`, the last part of a path, or the hub id with a dash for the slash."""
+    """`called`, the last part of a path, or the hub id with a dash for the slash; `-untrained-SEED` without weights."""
     if model.called is not None:
         return shortened(model.called)
+    if model.untrained is not None:
+        trained = model_name(model.model_copy(update={"untrained": None}))
+        return shortened(f"{trained}-untrained-{model.untrained}")
     path = model.name.rstrip("/\\")
     is_hub_id = path.count("/") == 1 and path[0] not in "./~" and not path.endswith(".gguf")
     return shortened(path.replace("/", "-") if is_hub_id else re.split(r"[/\\]", path)[-1])

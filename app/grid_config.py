@@ -60,6 +60,9 @@ class ModelSettings(_Frozen):
     """A model by its name."""
 
     name: str = Field(min_length=1, description="bundled name, hub id, folder or GGUF file")
+    untrained: int | None = Field(
+        None, ge=0, description="the same architecture with fresh weights of this seed, as a control"
+    )
     called: str | None = _CALLED
 
 

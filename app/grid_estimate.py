@@ -22,9 +22,10 @@ from microtome.app.grid_folder import GridFolder
 from microtome.app.grid_log import said_error
 from microtome.app.grid_plan import CapturePlan, ProbePlan, needs_capture
 from microtome.app.grid_probe import check_folds, labelled_rows
+from microtome.app.grid_run import load_grid_model
 from microtome.app.grid_summary import FINISHED
 from microtome.app.machine import free_disk
-from microtome.capture import LoadedModel, Store, capture, estimate_capture, load_model
+from microtome.capture import LoadedModel, Store, capture, estimate_capture
 from microtome.capture.batches import MAX_TOKENS
 from microtome.data.spoken import spoken_bytes, spoken_seconds
 from microtome.probes.bootstrap import bootstrap_accuracy, bootstrap_auroc
@@ -50,7 +51,7 @@ def estimate_grid(
     """One row per cell: step, cell, state, rows, nbytes, seconds, error. Bytes and seconds are of what is to come."""
     rows: list[dict] = []
     for model, of_model in groupby(plans, key=lambda plan: plan.cell.model):
-        load = cache(lambda model=model: load_model(model.name))
+        load = cache(lambda model=model: load_grid_model(model))
         for plan in of_model:
             row, shapes, n_rows = _capture_row(config, folder, plan, steps, load)
             rows += [row] if "capture" in steps else []

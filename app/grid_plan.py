@@ -104,6 +104,7 @@ def needs_capture(folder: GridFolder, plan: CapturePlan, steps: Sequence[str]) -
 def _capture_settings(cell: CaptureCell, texts_sha256: str, config: GridConfig) -> dict:
     return {
         "model": cell.model.name,
+        "untrained": cell.model.untrained,
         "texts_sha256": texts_sha256,
         "sites": list(cell.sites),
         "positions": cell.positions,

@@ -19,6 +19,7 @@ from microtome.app.grid_summary import cell_words, sweep_facts
 from microtome.capture import Store
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import group_codes
+from microtome.probes.methods import probe_method
 from microtome.probes.sweep import sweep
 from microtome.probes.target import target_of
 
@@ -83,6 +84,7 @@ def run_probe(plan: CapturePlan, probe: ProbePlan, folder: GridFolder, config: G
 
 def check_folds(label: GridLabel, groups: np.ndarray, texts: pd.Series | None, config: GridConfig) -> None:
     """Raise ValueError now for what the sweep would raise after the capture: leaking groups, or too few of them."""
+    probe_method(config.probe.method, label.kind, class_weight=config.probe.class_weight).require(config.probe.folds)
     numbers = target_of(label.values, n_rows=len(label.values), kind=label.kind).codes
     try:
         codes = group_codes(groups, n_rows=len(groups), texts=texts)

@@ -2,41 +2,20 @@
 
 from collections.abc import Mapping
 
-import pandas as pd
 import plotly.graph_objects as go
 
 from microtome.app.grid_cells import ProbeCell, data_name, label_name, model_name, positions_name
 from microtome.app.grid_story import FEW_GROUPS
+from microtome.app.sweep_words import sweep_headline, sweep_sections
 from microtome.data.runs import Run
-from microtome.figures.report import Section, html_report
+from microtome.figures.report import html_report
 from microtome.probes.sweep_result import Sweep
 
 _MOST_CLASSES = 20
-_CAPTIONS = {
-    "head_map": (
-        "Heads",
-        "A cross marks a head that does not stand out from the best of all sites on shuffled labels.",
-    ),
-    "layer_curve": ("Layers", "The line across is what the best of all sites reaches in 5 % of shuffled labellings."),
-}
 
 
 def cell_report(run: Run, cell: ProbeCell, says: Mapping, result: Sweep, figures: Mapping[str, go.Figure]) -> str:
     """The cell as one HTML page. `says` are the facts of its binary label."""
-    best = result.best(1).iloc[0]
-    chosen, name = result.selected, result.measure
-    headline = {
-        "best site": f"{best['site']}: {_interval(best, name)}",
-        "the choice of a site itself": _interval(chosen.measures, name),
-        "best site on shuffled labels": f"{best[f'control_{name}']:.3f}",
-        "rows": f"{len(result.truth):,} in {int(result.groups.max()) + 1:,} groups",
-    }
-    sections = [
-        Section(_CAPTIONS[name][0], figure=figure, caption=_CAPTIONS[name][1])
-        for name, figure in figures.items()
-        if name in _CAPTIONS
-    ]
-    sections.append(Section("All sites", table=result.best(len(result.table)), table_name="sites"))
     capture = cell.capture
     lead = (
         f"A linear probe at every captured site of {capture.model.name}, position {positions_name(capture.positions)}, "
@@ -47,7 +26,14 @@ def cell_report(run: Run, cell: ProbeCell, says: Mapping, result: Sweep, figures
         lead += f" Beware: {n_groups} groups are few; an interval over them says little."
     title = f"{model_name(capture.model)}, {data_name(capture.data)}: {label_name(cell.label)}"
     command = f"microtome sweep {run.path.parent.parent / 'config.yaml'}"
-    return html_report(title, sections, lead=lead, headline=headline, provenance=run.provenance, command=command)
+    return html_report(
+        title,
+        sweep_sections(result, figures),
+        lead=lead,
+        headline=sweep_headline(result),
+        provenance=run.provenance,
+        command=command,
+    )
 
 
 def _target(says: Mapping) -> str:
@@ -58,7 +44,3 @@ def _target(says: Mapping) -> str:
         shown = ", ".join(says["classes"][:_MOST_CLASSES])
         return f"Classes of {column}: {shown}. AUROC is the mean of each class against the others."
     return f"Scores above 0 speak for {column}: {says['positive']}; the other class is {says['negative']}."
-
-
-def _interval(values: Mapping | pd.Series, name: str) -> str:
-    return f"{values[name]:.3f} [{values[f'{name}_low']:.3f}, {values[f'{name}_high']:.3f}]"

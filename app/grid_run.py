@@ -29,6 +29,7 @@ from microtome.app.grid_summary import write_summary
 from microtome.capture import LoadedModel, capture, load_model, store_info
 from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.token_labels import ROW_COLUMNS
+from microtome.capture.untrained import untrained
 from microtome.data.spoken import spoken_seconds
 
 STEPS = ("capture", "probe")
@@ -215,7 +216,7 @@ class _GridRun:
     def _load(self, model: ModelSettings) -> LoadedModel:
         started = time.perf_counter()
         try:
-            loaded = load_model(model.name)
+            loaded = load_grid_model(model)
         finally:
             seconds = time.perf_counter() - started
             self.seconds["loading"] += seconds
@@ -224,6 +225,12 @@ class _GridRun:
 
     def _write_summary(self) -> pd.DataFrame:
         return write_summary(self.folder, self.plans, with_captures="probe" not in self.steps)
+
+
+def load_grid_model(model: ModelSettings) -> LoadedModel:
+    """The model, or its architecture with fresh weights."""
+    loaded = load_model(model.name)
+    return loaded if model.untrained is None else untrained(loaded, seed=model.untrained)
 
 
 def _once(load: Callable[[], LoadedModel]) -> Callable[[], LoadedModel]:

@@ -21,6 +21,17 @@ def read_settings(model: type[Settings], config: Path | None, given: Mapping[str
     return model(**(held | dict(given or {})))
 
 
+def holds_setting(config: Path, name: str) -> bool:
+    """Whether a settings file says anything of that name. Raises as `read_settings`."""
+    return name in _held_by(config)
+
+
+def as_yaml(text: str) -> Any:
+    """A flag's value as it would be read from a file: "3" is a number, "yes" stays a word."""
+    value = yaml.safe_load(text)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else text
+
+
 def _held_by(config: Path) -> dict:
     if not config.is_file():
         raise FileNotFoundError(f"there is no settings file {config}; the working directory is {Path.cwd()}.")

@@ -15,9 +15,6 @@ import pandas as pd
 import torch
 import yaml
 from ledger import record
-from transformers import AutoModelForCausalLM
-
-from microtome.capture import load_model
 
 CONFIG = {
     "name": "night",
@@ -29,15 +26,6 @@ CONFIG = {
     "positions": ["last"],
     "probe": {"permutations": 199, "bootstraps": 500},
 }
-
-
-def untrained(folder: Path) -> Path:
-    """SmolLM2's architecture and tokenizer with random weights, as a folder."""
-    loaded = load_model("smollm2")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(loaded.module.config).save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
-    return folder
 
 
 def sweep(config: Path) -> tuple[float, str]:
@@ -56,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = (options.keep or Path(name)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        models = ["smollm2", "minilm", {"name": str(untrained(folder / "untrained")), "called": "untrained"}]
+        models = ["smollm2", "minilm", {"name": "smollm2", "untrained": 0, "called": "untrained"}]
         config = folder / "night.yaml"
         config.write_text(yaml.safe_dump(CONFIG | {"models": models, "out": str(folder / "runs")}, sort_keys=False))
         seconds, log = sweep(config)

@@ -43,6 +43,13 @@ class ProbeMethod:
     fits_of_chunks: Callable[..., list[NestedFit]] | None
     default_strengths: Callable[[int], Sequence[float]]
 
+    def require(self, folds: int) -> None:
+        """Raise ValueError for too few outer folds: probes from moments choose strengths on the other outer folds."""
+        if folds < 3 and self.fits_of_chunks is not None:
+            raise ValueError(
+                f"folds={folds}: the inner folds of a {self.name} probe are the other outer folds, so it needs 3 or more."
+            )
+
 
 def probe_method(name: str | None, kind: Kind, *, class_weight: Literal["balanced"] | None = None) -> ProbeMethod:
     """The method of that name for a kind of target; the default one if None.

@@ -122,6 +122,7 @@ def sweep(
         )
     wanted = target_of(_column(labels, rows, "labels"), n_rows=len(rows), kind=target)
     method = probe_method(probe, wanted.kind, class_weight=class_weight)
+    method.require(folds)
     if not (isinstance(groups, str) and groups == ROWS):
         groups = _column(groups, rows, "groups")
     if texts is None:

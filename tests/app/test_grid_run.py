@@ -354,3 +354,24 @@ def test_a_model_is_gone_before_the_next_one_is_loaded(grid, model_folders, monk
     monkeypatch.setattr(grid_run, "load_model", load)
     assert run_grid(grid(models=model_folders), BOTH) == 0
     assert len(alive) == 2
+
+
+def test_the_same_architecture_without_training_is_a_model_of_its_own(grid, tmp_path, model_folders) -> None:
+    models = [model_folders[0], {"name": model_folders[0], "untrained": 0}, {"name": model_folders[0], "untrained": 1}]
+    assert run_grid(grid(models=models), BOTH) == 0
+    table = summary(tmp_path / "runs" / "night")
+    assert table["model"].tolist() == ["llama", "llama-untrained-0", "llama-untrained-1"]
+    assert table["best_layer_auroc"].nunique() == 3
+
+
+def test_classes_and_numbers_are_cells_too(grid, tmp_path) -> None:
+    labels = ["place", {"column": "stars", "target": "numbers"}]
+    probe = {"folds": 3, "inner_folds": 2, "permutations": 20, "bootstraps": 100}
+    assert run_grid(grid(labels=labels, probe=probe, report=True), BOTH) == 0
+    table = summary(tmp_path / "runs" / "night").set_index("label")
+    assert table.loc["place", "measure"] == "auroc"
+    assert table.loc["stars-as-numbers", "measure"] == "r2"
+    assert table.loc["stars-as-numbers", "best_layer_r2"] < 1
+    assert pd.isna(table.loc["stars-as-numbers", "best_layer_auroc"])
+    for run in table["run"]:
+        assert "Without the model" in (Path(run) / "report.html").read_text(encoding="utf-8")
