@@ -71,7 +71,8 @@ def attention_features(
         queries: the query tokens of each text, in the same form.
         pool: mean or largest weight over all pairs of a key token and a query token. "previous" has no pair at the
             first token; other query tokens of the text decide.
-        direction: "from_query" reads rows of the query tokens; "to_query" rows of the key tokens, at the query tokens.
+        direction: "from_query" reads rows of the query tokens; "to_query" rows of the key tokens, at the query tokens
+            (a row is computed for each key token, so keep the groups small).
         layers: numbers of layers; all that offer their pattern if None.
         transform: of each pooled weight: "logit" log(p / (1 - p)), p kept within 1e-6 of 0 and 1; "arcsine"
             2 arcsin(sqrt(p)), which is defined at 0.
@@ -104,6 +105,9 @@ def attention_features(
         raise ValueError("attention_features needs texts, whose tokens have positions; these are ready inputs.")
     _require_one_sequence(loaded.module)
     labels = None if labels is None else label_table(labels, len(source))
+    added = ["n_tokens", *(f"distance_{name}" for name in keys)]
+    if labels is not None and (taken := [name for name in added if name in labels]):
+        raise ValueError(f"labels has a column {taken[0]!r}, which is added here. Give it another name.")
     anatomy = dissect(loaded.module)
     names: list = (
         ["pattern"] if layers is None else [("pattern", n) for n in ([layers] if isinstance(layers, int) else layers)]
@@ -129,10 +133,9 @@ def attention_features(
     kept = _one_row_each(query_tokens, encoded.rows)
     table = CaptureJob(loaded, forwards, source, queries, False, labels, {}).row_table(encoded, kept, 0)
     sign = 1 if direction == "from_query" else -1
-    distances = {
-        f"distance_{name}": sign * group.mean_distance(len(table)) for name, group in zip(keys, pairs, strict=True)
-    }
-    table = table.assign(n_tokens=np.array(encoded.lengths), **{n: d for n, d in distances.items() if n not in table})
+    distances = [sign * group.mean_distance(len(table)) for group in pairs]
+    table = table.drop(columns="span", errors="ignore")
+    table = table.assign(**dict(zip(added, [np.array(encoded.lengths), *distances], strict=True)))
     return Activations(
         table,
         {Site("attention", *_numbers(site)): _transformed(value, transform) for site, value in weights.items()},

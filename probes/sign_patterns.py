@@ -2,9 +2,9 @@
 
     redundancy = (n - number of different codes) / n,     distance(a, b) = popcount(a xor b)
 
-"Neural activation codes" (the authors' `activation-code`): near every training input has a code of its own, and simple
-classifiers on codes do well. Compare with a model of random weights, which is the baseline, not with chance. Bits
-are packed eight to a byte; codes are compared by XOR and popcount, and counted by sorting the packed rows.
+"Neural networks behave as hash encoders" (code: LeavesLei/activation-code): nearly every training input has a code of
+its own, and simple classifiers on codes do well. Compare with a model of random weights, which is the baseline, not
+with chance. Bits are packed eight to a byte; codes are compared by XOR and popcount, and counted by sorting.
 
 Beware: for ReLU, GELU and SiLU alike the activation is above 0 exactly where the pre-activation is, so `mlp_act` at
 threshold 0 gives the bits of a plain MLP. In a gated MLP (Llama, Qwen) `mlp_act` is act(gate) x up, so that a bit is
@@ -111,8 +111,9 @@ def hamming_neighbours(
     for start in range(0, len(left), step):
         differ = left[start : start + step, None] ^ right[None]
         counts = np.bitwise_count(differ).sum(axis=2, dtype=np.int64)
-        # one number orders by distance, then by row
-        order = np.argsort(counts, axis=1, kind="stable")[:, :k]
+        keys = counts * len(right) + np.arange(len(right))  # one number orders by distance, then by row
+        nearest = np.argpartition(keys, k - 1, axis=1)[:, :k]
+        order = np.take_along_axis(nearest, np.argsort(np.take_along_axis(keys, nearest, axis=1), axis=1), axis=1)
         index.append(order)
         distance.append(np.take_along_axis(counts, order, axis=1))
     return np.concatenate(index), np.concatenate(distance)

@@ -33,7 +33,7 @@ from microtome.capture.sites import Site
 from microtome.capture.stored_tensor import in_memory
 
 WIDTH = 32
-_OUTER_VALUES = 2**24  # entries of outer products held at once, 128 MB
+_VALUES_AT_ONCE = 2**22  # float64 entries of tokens and of outer products, 32 MB each
 
 
 class TokenMoments(TransformerMixin, BaseEstimator):
@@ -132,25 +132,25 @@ def moments_by_text(
     Args:
         owner: number of the text of each token, 0, 1, ...; every number occurs.
     """
-    n_sites, n_tokens, _ = tokens.shape
+    n_sites, n_tokens, n_features = tokens.shape
     components = components.double()
     counts = torch.bincount(owner).double()
-    mean = _summed(tokens.double(), owner, len(counts)) / counts[:, None]
-    projected = tokens.double() @ components.T - (mean @ components.T)[:, owner]
     first, second = torch.triu_indices(len(components), len(components))
+    step = max(1, _VALUES_AT_ONCE // (n_sites * max(n_features, len(first))))
+    chunks = [slice(start, start + step) for start in range(0, n_tokens, step)]
+    mean = torch.zeros(n_sites, len(counts), n_features, dtype=torch.float64)
+    for chunk in chunks:
+        mean.index_add_(1, owner[chunk], tokens[:, chunk].double())
+    mean /= counts[:, None]
+    centre = mean @ components.T
     covariance = torch.zeros(n_sites, len(counts), len(first), dtype=torch.float64)
-    step = max(1, _OUTER_VALUES // (n_sites * len(first)))
-    for start in range(0, n_tokens, step):
-        part = projected[:, start : start + step]
-        covariance.index_add_(1, owner[start : start + step], part[..., first] * part[..., second])
+    for chunk in chunks:
+        part = tokens[:, chunk].double() @ components.T - centre[:, owner[chunk]]
+        covariance.index_add_(1, owner[chunk], part[..., first] * part[..., second])
     covariance /= counts[:, None]
     if signed_sqrt:
         covariance = covariance.sign() * covariance.abs().sqrt()
     return torch.cat([mean, covariance], dim=2) if with_mean else covariance
-
-
-def _summed(values: Tensor, owner: Tensor, n_texts: int) -> Tensor:
-    return values.new_zeros(len(values), n_texts, values.shape[2]).index_add_(1, owner, values)
 
 
 def token_moments(

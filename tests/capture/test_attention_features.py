@@ -117,6 +117,9 @@ def test_rows_say_length_and_distance(loaded) -> None:
     assert acts.rows["string"].tolist() == TEXTS
     assert acts.rows["token"].tolist() == [".", "slept", "!", "woman"]
     assert acts.provenance["keys"] == ["subject", "self"]
+    assert "span" not in acts.rows
+    with pytest.raises(ValueError, match="column 'n_tokens', which is added here"):
+        attention_features(loaded("llama"), TEXTS, keys={"a": "first"}, labels={"n_tokens": [0] * 4}, progress=False)
     bert = attention_features(
         loaded("bert"), TEXTS, keys={"subject": SUBJECT}, layers=0, direction="to_query", progress=False
     )

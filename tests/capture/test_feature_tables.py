@@ -39,6 +39,18 @@ def test_a_table_gives_its_columns_of_numbers(tmp_path, suffix: str, columns) ->
     assert acts.rows["text"].tolist() == list(range(6))
 
 
+def test_a_label_is_no_feature_although_its_name_begins_alike(tmp_path) -> None:
+    acts = read_features(written(tmp_path, ".parquet"), columns="eeg_", labels="eeg_3")
+    np.testing.assert_array_equal(acts["features"].numpy(), X[:, :3])
+    np.testing.assert_array_equal(acts.rows["label"], X[:, 3])
+
+
+def test_numbers_of_a_csv_keep_their_digits(tmp_path) -> None:
+    wide = RNG.normal(size=(500, 4))
+    pd.DataFrame(wide).add_prefix("f").to_csv(tmp_path / "x.csv", index=False)
+    np.testing.assert_allclose(read_features(tmp_path / "x.csv")["features"].numpy(), wide, rtol=1e-15)
+
+
 def test_several_sites_of_a_table_and_what_is_left_stays_in_the_rows(tmp_path) -> None:
     path = written(tmp_path, ".parquet")
     acts = read_features(path, columns={"eeg.0": ["eeg_1", "eeg_0"], "eeg.1": ["eeg_2"]}, labels="state")
