@@ -57,7 +57,7 @@ def default_strengths(width: int, count: int = 9) -> list[float]:
 class _Request:
     """What is the same for every site."""
 
-    target: Float[Tensor, "label_set example"]
+    target: Bool[Tensor, "label_set example"]
     train: Bool[Tensor, "fold example"]
     weight: Float[Tensor, "label_set fold example"]
     strengths: Float[Tensor, " strength"]
@@ -115,7 +115,7 @@ def fit_logistic(
     _check_binary(labels, train, sample_weight, needs_both=intercept)
 
     used = train.any(0)
-    train, target = train[:, used], labels[:, used].double()
+    train, target = train[:, used], labels[:, used] > 0
     weight = _row_weights(train, target, None if sample_weight is None else sample_weight[:, used], class_weight)
     request = _Request(
         target=target,
@@ -239,7 +239,7 @@ def _row_weights(train, target, sample_weight, class_weight) -> Float[Tensor, "l
     if class_weight == "balanced":
         positive = (weight * target[:, None]).sum(-1, keepdim=True)
         total = weight.sum(-1, keepdim=True)
-        weight = weight * total / 2 / torch.where(target[:, None] > 0, positive, total - positive)
+        weight = weight * total / 2 / torch.where(target[:, None], positive, total - positive)
     return weight
 
 
@@ -283,8 +283,10 @@ def _check_binary(labels, train, sample_weight, *, needs_both: bool) -> None:
         )
     if not needs_both:
         return
-    ones = torch.ones_like(labels[:1], dtype=torch.float64) if sample_weight is None else sample_weight
-    positive, total = (ones * labels) @ train.double().T, (ones @ train.double().T)
+    # float32 counts rows exactly
+    masks = train.T.to(torch.float32 if sample_weight is None else torch.float64)
+    ones = torch.ones_like(labels[:1], dtype=masks.dtype) if sample_weight is None else sample_weight
+    positive, total = (ones * labels) @ masks, ones @ masks
     has_one_class = (positive == 0) | (positive == total)
     if bool(has_one_class.any()):
         label_set, fold = has_one_class.nonzero()[0].tolist()

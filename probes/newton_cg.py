@@ -116,6 +116,9 @@ def approach(
         else:
             is_open &= ~has_overshot  # float32 cannot tell downhill from uphill here: left to `refine`
 
+        is_open &= (new_slope * lower.scale).abs_().amax(-1) > tolerance * tasks.unit()
+        if not is_open.any():
+            break
         if number == 0:  # the first step was Newton's own for p(1-p) = ¼; now that is known better
             measured = curvature.sum((2, 3)) / tasks.weight.sum()
             lower = uniform(
@@ -125,7 +128,6 @@ def approach(
                 strength=tasks.strength,
                 variance=measured[..., None],
             )
-            lowered = lower(slope)
         new_lowered = lower(new_slope)
         turn = new_slope - slope
         along = _dot(direction, turn)
@@ -134,13 +136,10 @@ def approach(
         direction = torch.addcmul(-new_lowered, beta, direction)
         slope, lowered = new_slope, new_lowered
 
-        is_open &= (slope * lower.scale).abs_().amax(-1) > tolerance * tasks.unit()
         keep = open_block(is_open)
         if keep is not None:
             found[here] = point
             here = within(here, keep)
-            if len(here[0]) == 0:
-                return found, passes
             rows, tasks, lower = rows[keep[0]], tasks.kept(*keep), lower.kept(*keep)
             point, score, curvature = point[keep], score[keep], curvature[keep]
             slope, lowered, direction, is_open = slope[keep], lowered[keep], direction[keep], is_open[keep]
@@ -177,8 +176,8 @@ def refine(
         passes[here] += length > 0
         largest = (slope * lower.scale).abs_().amax(-1) / tasks.unit()
         slope = slope.float()
-        norm = _dot(slope, lower(slope)).double().sqrt()
         is_done = largest <= tolerance
+        norm = base_norm if is_done.all() else _dot(slope, lower(slope)).double().sqrt()
         is_kept = is_done | (norm <= (1 - 1e-4 * length) * base_norm)
         base = torch.where(is_kept[..., None], point, base)
         base_norm = torch.where(is_kept, norm, base_norm)
@@ -322,6 +321,5 @@ def _times(
 
 
 def _dot(left: Tensor, right: Tensor) -> Float[Tensor, "site strength task"]:
-    """Fit by fit, without storing the elementwise product."""
-    products = torch.bmm(left.flatten(0, 2)[:, None], right.flatten(0, 2)[:, :, None])
-    return products.reshape(left.shape[:3])
+    """Fit by fit."""
+    return (left * right).sum(-1)
