@@ -65,11 +65,20 @@ def fold_moments(
     return mean.mT, torch.where(deviation > noise, deviation, 0.0).mT
 
 
+def fold_moments_about_zero(
+    columns: Float[Tensor, "site d_model example"], train: Bool[Tensor, "fold example"]
+) -> tuple[Float[Tensor, "site fold d_model"], Float[Tensor, "site fold d_model"]]:
+    """Zeros, and each fold's root mean square: what standardises a fit without an intercept."""
+    mean, deviation = fold_moments(columns, train)
+    return torch.zeros_like(mean), torch.hypot(mean, deviation)
+
+
 def fold_basis(
     features: Float[Tensor, "site example d_model"],
     train: Bool[Tensor, "fold example"],
     *,
     standardize: bool = True,
+    intercept: bool = True,
     weighted: Bool[Tensor, "fold example"] | None = None,
 ) -> FoldBasis:
     """Shared rows and per-fold penalties.
@@ -78,6 +87,7 @@ def fold_basis(
         features: activation units.
         train: the rows whose mean and deviation standardise a fold.
         standardize: False leaves the penalty on the weights of the raw features.
+        intercept: False keeps the origin: mean 0, deviation about 0, and zeros where the ones were.
         weighted: the training rows that count in the loss; only they say where float32 needs its digits.
     """
     n_sites, n_rows, width = features.shape
@@ -85,9 +95,10 @@ def fold_basis(
     double = features.new_empty(n_sites, padded, n_rows, dtype=torch.float64)
     columns = double[:, :width]
     columns.copy_(features.mT)
-    mean, deviation = fold_moments(columns, train)
+    moments = fold_moments if intercept else fold_moments_about_zero
+    mean, deviation = moments(columns, train)
     scale = deviation if standardize else torch.ones_like(deviation)
-    middle, spread = (mean, deviation) if weighted is None else fold_moments(columns, weighted)
+    middle, spread = (mean, deviation) if weighted is None else moments(columns, weighted)
     narrowest = spread.masked_fill(spread == 0, torch.inf).argmin(1, keepdim=True)
     centre = middle.gather(1, narrowest)[:, 0]
     unit = (spread if standardize else scale).gather(1, narrowest)[:, 0]
@@ -95,13 +106,13 @@ def fold_basis(
 
     is_alive = (deviation > 0).any(1)
     columns.sub_(centre[..., None]).mul_((is_alive / unit)[..., None])
-    double[:, width] = 1.0
+    double[:, width] = float(intercept)
     double[:, width + 1 :] = 0.0
     single = double.float().clamp_(-FAR, FAR)
 
     # a feature constant in a fold only shifts the free intercept there, so any penalty brings its weight to 0
     ridge = double.new_ones(n_sites, len(train), padded)
     ridge[..., :width] = torch.where(deviation > 0, (scale / unit[:, None]).clamp(max=FAR) ** 2, 1.0)
-    ridge[..., width] = 0.0
+    ridge[..., width] = float(not intercept)
 
     return FoldBasis(double, single, mean, deviation, centre, unit, ridge)

@@ -38,7 +38,7 @@ class LogisticFits:
 
         Raises ValueError when the features are not those sites. Beware: the answer holds fits x rows numbers.
         """
-        return _decision(features, self.raw_weights, self.raw_intercepts)
+        return scores_of(features, self.raw_weights, self.raw_intercepts)
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class MultinomialFits:
 
         Raises ValueError when the features are not those sites. Beware: the answer holds fits x classes x rows numbers.
         """
-        return _decision(features, self.raw_weights, self.raw_intercepts)
+        return scores_of(features, self.raw_weights, self.raw_intercepts)
 
 
-def _decision(features: Tensor, weights: Tensor, intercepts: Tensor) -> Tensor:
+def scores_of(features: Tensor, weights: Tensor, intercepts: Tensor) -> Tensor:
     """[site, *fit, example]: one product per site."""
     features = features[None] if features.ndim == 2 else features
     n_sites, *grid, width = weights.shape

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from microtome.probes.fold_basis import fold_basis, fold_moments
+from microtome.probes.fold_basis import fold_basis, fold_moments, fold_moments_about_zero
 from microtome.probes.logistic_fits import LogisticFits
 from microtome.probes.newton_cg import APPROACH, Tasks, approach, refine
 from microtome.probes.preconditioner import principal_axes
@@ -57,11 +57,12 @@ def default_strengths(width: int, count: int = 9) -> list[float]:
 class _Request:
     """What is the same for every site."""
 
-    target: Float[Tensor, "label_set example"]
+    target: Bool[Tensor, "label_set example"]
     train: Bool[Tensor, "fold example"]
     weight: Float[Tensor, "label_set fold example"]
     strengths: Float[Tensor, " strength"]
     standardize: bool
+    intercept: bool
     tolerance: float
     max_steps: int
     memory_bytes: int
@@ -74,6 +75,7 @@ def fit_logistic(
     strengths: Sequence[float] | Float[Tensor, " strength"],
     *,
     standardize: bool = True,
+    intercept: bool = True,
     sample_weight: Float[Tensor, "*weighting _"] | None = None,
     class_weight: Literal["balanced"] | None = None,
     tolerance: float = 1e-8,
@@ -88,6 +90,7 @@ def fit_logistic(
         train: the rows each fold trains on; outer folds, inner folds and the whole set are all just masks.
         strengths: C on the sum of losses, as in scikit-learn, in any order.
         standardize: False leaves the penalty on the weights of the raw features.
+        intercept: False fits z = w·x/σ with σ² the mean square about 0; one class is then enough.
         sample_weight: s_i >= 0, for all label sets or one row for each.
         class_weight: "balanced" multiplies s_i by Σs / (2 Σ_class s), per fold and label set.
         tolerance: on the largest gradient entry, as a share of C Σs.
@@ -109,10 +112,10 @@ def fit_logistic(
     if sample_weight is not None:
         sample_weight = (sample_weight[None] if sample_weight.ndim == 1 else sample_weight).double()
     check_problem(features, labels, train, strengths, sample_weight)
-    _check_binary(labels, train, sample_weight)
+    _check_binary(labels, train, sample_weight, needs_both=intercept)
 
     used = train.any(0)
-    train, target = train[:, used], labels[:, used].double()
+    train, target = train[:, used], labels[:, used] > 0
     weight = _row_weights(train, target, None if sample_weight is None else sample_weight[:, used], class_weight)
     request = _Request(
         target=target,
@@ -120,6 +123,7 @@ def fit_logistic(
         weight=weight,
         strengths=strengths,
         standardize=standardize,
+        intercept=intercept,
         tolerance=tolerance,
         max_steps=max_steps,
         memory_bytes=memory_bytes,
@@ -159,8 +163,10 @@ def _fit_sites(features: Float[Tensor, "site example d_model"], request: _Reques
         return _fit_rotated(features, request)
     counts = (request.weight > 0).any(0)
     weighted = None if torch.equal(counts, request.train) else counts
-    basis = fold_basis(features, request.train, standardize=request.standardize, weighted=weighted)
-    axes = principal_axes(basis)
+    basis = fold_basis(
+        features, request.train, standardize=request.standardize, intercept=request.intercept, weighted=weighted
+    )
+    axes = principal_axes(basis, n_fits=request.weight[..., 0].numel() * len(request.strengths))
     scale = basis.deviation if request.standardize else torch.ones_like(basis.deviation)
     order = request.strengths.argsort()
     n_labels, n_folds, n_rows = request.weight.shape
@@ -206,7 +212,8 @@ def _fit_sites(features: Float[Tensor, "site example d_model"], request: _Reques
 
 def _fit_rotated(features: Float[Tensor, "site example d_model"], request: _Request) -> tuple[Tensor, ...]:
     """As `_fit_sites`, fold by fold on x̂ Q, where the columns of Q span the fold's standardised training rows."""
-    mean, deviation = fold_moments(features.mT.double(), request.train)
+    moments = fold_moments if request.intercept else fold_moments_about_zero
+    mean, deviation = moments(features.mT.double(), request.train)
     scale = deviation if request.standardize else torch.ones_like(deviation)
     parts = []
     for fold, rows in enumerate(request.train):
@@ -232,7 +239,7 @@ def _row_weights(train, target, sample_weight, class_weight) -> Float[Tensor, "l
     if class_weight == "balanced":
         positive = (weight * target[:, None]).sum(-1, keepdim=True)
         total = weight.sum(-1, keepdim=True)
-        weight = weight * total / 2 / torch.where(target[:, None] > 0, positive, total - positive)
+        weight = weight * total / 2 / torch.where(target[:, None], positive, total - positive)
     return weight
 
 
@@ -268,14 +275,18 @@ def check_problem(features, labels, train, strengths, sample_weight) -> None:
         raise ValueError(f"fold {fold} trains on {int(counts[fold])} rows; a fit needs at least 2.")
 
 
-def _check_binary(labels, train, sample_weight) -> None:
+def _check_binary(labels, train, sample_weight, *, needs_both: bool) -> None:
     """Raise ValueError for labels of other than two classes."""
     if labels.dtype != torch.bool and not bool(((labels == 0) | (labels == 1)).all()):
         raise ValueError(
             f"labels must be 0 or 1, got {labels.unique()[:5].tolist()}; with more classes call fit_multinomial."
         )
-    ones = torch.ones_like(labels[:1], dtype=torch.float64) if sample_weight is None else sample_weight
-    positive, total = (ones * labels) @ train.double().T, (ones @ train.double().T)
+    if not needs_both:
+        return
+    # float32 counts rows exactly
+    masks = train.T.to(torch.float32 if sample_weight is None else torch.float64)
+    ones = torch.ones_like(labels[:1], dtype=masks.dtype) if sample_weight is None else sample_weight
+    positive, total = (ones * labels) @ masks, ones @ masks
     has_one_class = (positive == 0) | (positive == total)
     if bool(has_one_class.any()):
         label_set, fold = has_one_class.nonzero()[0].tolist()

@@ -129,10 +129,9 @@ def minimise(
         passes[here] += spent
         is_exact = is_kept & is_open & (is_hard | is_late)
         if is_exact.any():
-            exact = replace(lower, **{name: getattr(lower, name).double() for name in lower.__dataclass_fields__})
             right = torch.where(is_exact[..., None, None], -slope, 0.0)
             better, spent, _ = _conjugate_gradients(
-                basis.double, tasks, exact, chance, right, accuracy.double(), 4 * max_passes
+                basis.double, tasks, lower.to(torch.float64), chance, right, accuracy.double(), 4 * max_passes
             )
             newton = torch.where(is_exact[..., None, None], better, newton)
             passes[here] += spent

@@ -145,7 +145,8 @@ def _fit_sites(features: Float[Tensor, "site example d_model"], request: _Reques
     counts = (request.weight > 0).any(0)
     weighted = None if torch.equal(counts, request.train) else counts
     basis = fold_basis(features, request.train, standardize=request.standardize, weighted=weighted)
-    axes = principal_axes(basis)
+    n_fits = request.n_classes * request.weight[..., 0].numel() * len(request.strengths)
+    axes = principal_axes(basis, n_fits=n_fits)
     scale = basis.deviation if request.standardize else torch.ones_like(basis.deviation)
     order = request.strengths.argsort()
     n_labels, n_folds, n_rows = request.weight.shape

@@ -4,7 +4,8 @@ Each fit minimises J(v) = ½ Σ_j ridge_j v_j² + C Σ_i s_i [softplus(z_i) - y_
 measured by the fold's own standardised features, entries of ∇J over √ridge_j. Two stages:
 
 `approach`: nonlinear conjugate gradients (Hager & Zhang 2005, eq. 1.3) in float32, preconditioned as `preconditioner`
-says. The step is Newton's along the direction, which needs no further product; an overshoot is cut by the secant.
+says. The step is Newton's along the direction, which needs no further product; an overshoot is cut by the secant. After
+the first step, where p(1-p) = ¼ ends, step and preconditioner take the curvature found there.
 `refine`: inexact damped Newton (Nocedal & Wright, Numerical Optimization, alg. 7.1) on float64 gradients. The Newton
 equation is solved by conjugate gradients on float32 Hessian products, as iterative refinement does. A step is kept
 when it lowers the preconditioned gradient norm, else halved. Fits on which conjugate gradients run out of iterations
@@ -24,9 +25,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from microtome.probes.fold_basis import FoldBasis
-from microtome.probes.preconditioner import Axes, Preconditioner, passes_of_refreshing, refreshed, uniform
+from microtome.probes.preconditioner import Axes, Preconditioner, passes_before_refreshing, refreshed, uniform
 
 MAX_CUTS = 20  # of a step that overshoots
+SELDOM = 150  # passes from which a preconditioner is not worth refreshing for a few Newton steps
 APPROACH = 5e-7  # where float32 hands over: its gradients are good to about 1e-7 of C Σs
 
 
@@ -75,7 +77,7 @@ def approach(
     score = found.new_zeros(*grid, rows.shape[2])
     slope, curvature = _gradient(rows, tasks, point, score)
     lower = uniform(axes, weight=tasks.weight, ridge=tasks.ridge, strength=tasks.strength)
-    next_refresh = 2 * passes_of_refreshing(lower, grid[2])
+    next_refresh = passes_before_refreshing(lower, grid[2])
     lowered = lower(slope)
     direction = -lowered
     is_open = torch.ones_like(passes, dtype=torch.bool)
@@ -87,6 +89,12 @@ def approach(
         descent = _dot(slope, direction)
         bend = _dot(tasks.ridge * direction, direction) + tasks.strength[..., 0] * _dot(curvature * change, change)
         step = torch.where(is_open & (bend > 0), -descent / bend, 0.0)[..., None]
+        if number == 0:  # all p are ½: the curvature is about to change most, so a second step in one dimension
+            residual, bent = _residual(tasks, torch.addcmul(score, change, step))
+            stiff = tasks.ridge * direction
+            rise = _dot(stiff, direction) * step[..., 0] + tasks.strength[..., 0] * _dot(residual, change)
+            bend = _dot(stiff, direction) + tasks.strength[..., 0] * _dot(bent * change, change)
+            step = step - torch.where(is_open & (bend > 0), rise / bend, 0.0)[..., None]
         point.addcmul_(direction, step)
         score.addcmul_(change, step)
         new_slope, curvature = _gradient(rows, tasks, point, score)
@@ -108,6 +116,18 @@ def approach(
         else:
             is_open &= ~has_overshot  # float32 cannot tell downhill from uphill here: left to `refine`
 
+        is_open &= (new_slope * lower.scale).abs_().amax(-1) > tolerance * tasks.unit()
+        if not is_open.any():
+            break
+        if number == 0:  # the first step was Newton's own for p(1-p) = ¼; now that is known better
+            measured = curvature.sum((2, 3)) / tasks.weight.sum()
+            lower = uniform(
+                axes,
+                weight=tasks.weight,
+                ridge=tasks.ridge,
+                strength=tasks.strength,
+                variance=measured[..., None],
+            )
         new_lowered = lower(new_slope)
         turn = new_slope - slope
         along = _dot(direction, turn)
@@ -116,13 +136,10 @@ def approach(
         direction = torch.addcmul(-new_lowered, beta, direction)
         slope, lowered = new_slope, new_lowered
 
-        is_open &= (slope * lower.scale).abs_().amax(-1) > tolerance * tasks.unit()
         keep = open_block(is_open)
         if keep is not None:
             found[here] = point
             here = within(here, keep)
-            if len(here[0]) == 0:
-                return found, passes
             rows, tasks, lower = rows[keep[0]], tasks.kept(*keep), lower.kept(*keep)
             point, score, curvature = point[keep], score[keep], curvature[keep]
             slope, lowered, direction, is_open = slope[keep], lowered[keep], direction[keep], is_open[keep]
@@ -159,8 +176,8 @@ def refine(
         passes[here] += length > 0
         largest = (slope * lower.scale).abs_().amax(-1) / tasks.unit()
         slope = slope.float()
-        norm = _dot(slope, lower(slope)).double().sqrt()
         is_done = largest <= tolerance
+        norm = base_norm if is_done.all() else _dot(slope, lower(slope)).double().sqrt()
         is_kept = is_done | (norm <= (1 - 1e-4 * length) * base_norm)
         base = torch.where(is_kept[..., None], point, base)
         base_norm = torch.where(is_kept, norm, base_norm)
@@ -181,7 +198,7 @@ def refine(
             base, base_norm, length, is_hard = base[keep], base_norm[keep], length[keep], is_hard[keep]
             slope, curvature, step, largest = slope[keep], curvature[keep], step[keep], largest[keep]
             is_kept, is_open = is_kept[keep], is_open[keep]
-        if number == 0:
+        if number == 0 and passes_before_refreshing(lower, len(tasks.weight)) < SELDOM:
             lower = refreshed(lower, basis.single, strength=single.strength, curvature=curvature.float())
             base_norm = _dot(slope, lower(slope)).double().sqrt()
 
@@ -207,11 +224,17 @@ def refine(
 
 def _gradient(rows: Tensor, tasks: Tasks, point: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
     """∇J and s p(1-p) at `point`, whose scores are given."""
+    residual, curvature = _residual(tasks, score)
+    pull = _times(residual, rows.mT)
+    return torch.addcmul(tasks.ridge * point, tasks.strength, pull), curvature
+
+
+def _residual(tasks: Tasks, score: Tensor) -> tuple[Tensor, Tensor]:
+    """s (p - y) and s p(1-p) of every row."""
     share = torch.sigmoid(score)
     weighted = tasks.weight * share
     curvature = torch.addcmul(weighted, weighted, share, value=-1, out=share)
-    pull = _times(weighted.sub_(tasks.target), rows.mT)
-    return torch.addcmul(tasks.ridge * point, tasks.strength, pull), curvature
+    return weighted.sub_(tasks.target), curvature
 
 
 def _conjugate_gradients(
@@ -298,6 +321,5 @@ def _times(
 
 
 def _dot(left: Tensor, right: Tensor) -> Float[Tensor, "site strength task"]:
-    """Fit by fit, without storing the elementwise product."""
-    products = torch.bmm(left.flatten(0, 2)[:, None], right.flatten(0, 2)[:, :, None])
-    return products.reshape(left.shape[:3])
+    """Fit by fit."""
+    return (left * right).sum(-1)

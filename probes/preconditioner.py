@@ -15,6 +15,7 @@ from torch import Tensor
 from microtome.probes.fold_basis import FoldBasis
 
 AXES = 128  # of wider rows only the leading ones: the rest costs more to find and apply than it saves in products
+MANY = 0.05  # fits per feature from which all axes of wider rows are worth finding
 ROUNDS = 2  # of subspace iteration
 # float32 axes are not quite orthonormal; as much of `beside` is left on them, so that nothing turns negative
 LEAK = 1e-5
@@ -29,8 +30,10 @@ class Axes:
     rest: Float[Tensor, " site"]  # mean over all directions beside them
 
 
-def principal_axes(basis: FoldBasis) -> Axes:
+def principal_axes(basis: FoldBasis, *, n_fits: int = 1) -> Axes:
     """Of rows divided by the folds' average deviation; exact up to 128 features, then by subspace iteration.
+
+    Where a site has `n_fits` enough, all axes are found: passes saved in every fit repay them.
 
     Rows far out (five times the median length) count as if they were no farther: an outlier in one fold would otherwise
     be all that the axes of the others see.
@@ -41,7 +44,7 @@ def principal_axes(basis: FoldBasis) -> Axes:
     length = rows.square().sum(1).sqrt()
     rows *= (5 * length.median(1, keepdim=True).values / length).clamp(max=1.0).nan_to_num(1.0)[:, None]
     moments = rows @ rows.mT / rows.shape[2]
-    if width <= AXES:
+    if width <= AXES or n_fits >= MANY * width:
         spectrum, vectors = torch.linalg.eigh(moments)
         rest = spectrum[:, 0]
     else:
@@ -68,7 +71,8 @@ class Preconditioner:
 
     axes: Float[Tensor, "site width axis"]
     scale: Float[Tensor, "site 1 task width"]  # 1/√ridge; 1 for the intercept
-    root: Float[Tensor, "site strength axis axis"]  # W, where WᵀW is the inverse curvature between the axes
+    along: Float[Tensor, "site strength 1 axis"]  # inverse curvature along each axis, where they do not mix
+    root: Float[Tensor, "site strength axis axis"] | None  # else W, where WᵀW is the inverse curvature between the axes
     beside: Float[Tensor, "site strength 1 1"]  # inverse curvature of all other directions
 
     def __call__(self, slope: Float[Tensor, "site strength task width"]) -> Float[Tensor, "site strength task width"]:
@@ -76,15 +80,21 @@ class Preconditioner:
         scaled = slope * self.scale
         shape = scaled.shape[1:3]
         on_axes = torch.bmm(scaled.flatten(1, 2), self.axes).unflatten(1, shape)
-        on_axes = on_axes @ self.root.mT @ self.root - (1 - LEAK) * self.beside * on_axes
+        curved = on_axes * self.along if self.root is None else on_axes @ self.root.mT @ self.root
+        on_axes = curved - (1 - LEAK) * self.beside * on_axes
         spread = torch.bmm(on_axes.flatten(1, 2), self.axes.mT).unflatten(1, shape)
         return spread.addcmul_(self.beside, scaled).mul_(self.scale)
 
     def kept(self, sites: Tensor, strengths: slice) -> "Preconditioner":
         """For these sites and strengths only."""
-        return Preconditioner(
-            self.axes[sites], self.scale[sites], self.root[sites, strengths], self.beside[sites, strengths]
-        )
+        root = None if self.root is None else self.root[sites, strengths]
+        at = (sites, strengths)
+        return Preconditioner(self.axes[sites], self.scale[sites], self.along[at], root, self.beside[at])
+
+    def to(self, dtype: torch.dtype) -> "Preconditioner":
+        """In another precision."""
+        parts = (getattr(self, name) for name in self.__dataclass_fields__)
+        return Preconditioner(*(None if part is None else part.to(dtype) for part in parts))
 
 
 def uniform(
@@ -93,7 +103,7 @@ def uniform(
     weight: Float[Tensor, "weighting example"],
     ridge: Float[Tensor, "site 1 task width"],
     strength: Float[Tensor, "strength 1 1"],
-    variance: float = 0.25,
+    variance: float | Float[Tensor, "site strength 1"] = 0.25,
 ) -> Preconditioner:
     """For p(1-p) = ¼, or another variance, in every row, as at the start. Tasks may be several per weighting."""
     heft = variance * strength[:, :, 0] * weight.sum(1).mean()  # C Σ s p(1-p), mean over tasks
@@ -102,7 +112,8 @@ def uniform(
     return Preconditioner(
         axes=axes.axes,
         scale=torch.where(ridge > 0, ridge, 1.0).rsqrt(),
-        root=torch.diag_embed(along.rsqrt()),
+        along=along.reciprocal()[:, :, None],
+        root=None,
         beside=(heft[..., None] * axes.rest[:, None, None, None] + 1).reciprocal(),
     )
 
@@ -122,10 +133,17 @@ def refreshed(
     factor, failed = torch.linalg.cholesky_ex(inside)
     is_sound = (failed == 0)[..., None, None]
     one = torch.eye(inside.shape[-1], dtype=inside.dtype, device=inside.device)
-    root = torch.linalg.solve_triangular(torch.where(is_sound, factor, one), one, upper=False).to(old.root.dtype)
-    return replace(old, root=torch.where(is_sound, root, old.root))
+    root = torch.linalg.solve_triangular(torch.where(is_sound, factor, one), one, upper=False).to(old.along.dtype)
+    before = torch.diag_embed(old.along[:, :, 0].sqrt()) if old.root is None else old.root
+    return replace(old, root=torch.where(is_sound, root, before))
 
 
-def passes_of_refreshing(old: Preconditioner, n_tasks: int) -> float:
-    """What refreshing costs, in passes: [axis, example] x [example, axis] per strength, over two products per fit."""
-    return old.axes.shape[2] ** 2 / (2 * old.axes.shape[1] * n_tasks)
+def passes_before_refreshing(old: Preconditioner, n_tasks: int) -> float:
+    """Passes after which refreshing is worth what it costs: some times as many as it takes itself.
+
+    It takes [axis, example] x [example, axis] per strength, where a pass is two products per fit. With all axes of wide
+    rows the preconditioner is close as it stands.
+    """
+    n_axes, width = old.axes.shape[2], old.axes.shape[1]
+    times = 2 if n_axes <= AXES + 1 else 6
+    return times * n_axes**2 / (2 * width * n_tasks)

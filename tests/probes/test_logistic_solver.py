@@ -265,6 +265,41 @@ def test_fits_that_stop_early_are_named() -> None:
     assert torch.equal(fits.converged, fits.gradient <= 1e-12)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(150, 12), (60, 150)])
+@pytest.mark.parametrize("standardize", [True, False])
+def test_without_an_intercept_a_row_is_also_its_mirror_image(rows, width, standardize) -> None:
+    features, labels, train = problem(rows, width, sites=2)
+    features = features / features.std((0, 1))
+    fits = fit(features, labels, train, standardize=standardize, intercept=False)
+    mirrored = fit(
+        torch.cat([features, -features], 1),
+        torch.cat([labels, ~labels], 1),
+        train.repeat(1, 2),
+        [strength / 2 for strength in STRENGTHS],
+        standardize=standardize,
+    )
+    torch.testing.assert_close(fits.weights, mirrored.weights, rtol=0, atol=1e-9)
+    torch.testing.assert_close(fits.scale, mirrored.scale)
+    assert (fits.intercepts == 0).all()
+    assert (fits.mean == 0).all()
+    # a row may be turned round: one class is enough
+    turned = features * (2.0 * labels[0] - 1)[:, None]
+    one = fit(turned, torch.ones_like(labels[:1]), train, standardize=standardize, intercept=False)
+    torch.testing.assert_close(one.weights, fits.weights[:, :1], rtol=0, atol=1e-9)
+
+
+def test_many_label_sets_of_wide_rows_are_the_same_fits() -> None:
+    features, labels, train = problem(200, 140, sites=1)
+    generator = torch.Generator().manual_seed(3)
+    many = torch.cat([labels, torch.rand(20, 200, generator=generator) > 0.5])
+    together = fit(features, many, train, [1e-3, 0.1])
+    alone = fit(features, many[:1], train[:1], [0.1])
+    assert together.converged.all()
+    torch.testing.assert_close(together.weights[:, :1, :1, 1:], alone.weights, rtol=0, atol=1e-9)
+    every_label = fit(features, many, train, [1e-3, 0.1], memory_bytes=1)
+    torch.testing.assert_close(together.weights, every_label.weights, rtol=0, atol=1e-9)
+
+
 def spoiled(name):
     features, labels, train = problem()
     changes = {

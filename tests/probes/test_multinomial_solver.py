@@ -45,7 +45,9 @@ IDENTITIES = {
     "one site": lambda x, y, t: plain(fit(x[0], y, t)),
     "label sets in another order": lambda x, y, t: tuple(part.flip(1) for part in plain(fit(x, y.flip(0), t))),
     "folds in another order": lambda x, y, t: tuple(part.flip(2) for part in plain(fit(x, y, t.flip(0)))),
-    "strengths in another order": lambda x, y, t: tuple(part.flip(3) for part in plain(fit(x, y, t, STRENGTHS[::-1]))),
+    "strengths in another order": lambda x, y, t: tuple(
+        part[:, :, :, [1, 2, 0]] for part in plain(fit(x, y, t, [STRENGTHS[i] for i in (2, 0, 1)]))
+    ),
     "one fit at a time in memory": lambda x, y, t: plain(fit(x, y, t, memory_bytes=1)),
     "classes under other numbers": renamed,
     "every weight 1": lambda x, y, t: plain(fit(x, y, t, sample_weight=torch.ones(x.shape[1], dtype=torch.float64))),
@@ -164,14 +166,20 @@ def test_a_row_far_out_spoils_only_folds_that_train_on_it() -> None:
 def test_constant_features_get_no_weight_and_float32_is_enough() -> None:
     features, codes, train = problem()
     single = features.float()
-    fits = fit(torch.cat([single.double(), torch.full_like(features[..., :1], 0.1)], -1), codes, train)
-    assert (fits.weights[..., -1] == 0).all()
-    torch.testing.assert_close(fits.weights[..., :-1], fit(single, codes, train).weights, rtol=0, atol=1e-9)
+    with_constants = torch.cat([single.double(), torch.full_like(features[..., :2], 0.1)], -1)
+    with_constants[:, 0, -1] = 5.0  # constant only where row 0 is not trained on: in the first fold
+    fits, expected = fit(with_constants, codes, train), fit(single, codes, train)
+    assert (fits.weights[..., -2] == 0).all()
+    assert (fits.raw_weights[:, :, 0, ..., -1] == 0).all()
+    assert (fits.weights[:, :, 1, ..., -1] != 0).all()
+    torch.testing.assert_close(fits.weights[:, :, 0, ..., :-2], expected.weights[:, :, 0], rtol=0, atol=1e-9)
 
 
 def test_rows_of_weight_0_count_as_left_out_and_weight_2_as_twice() -> None:
     features, codes, train = problem(sites=1)
+    features = features / features.std((0, 1))
     times = torch.arange(150) // 2 % 3
+    features[:, times == 0] *= 1e6
     weighted = fit(features, codes, train, sample_weight=times.double(), standardize=False)
     repeated = (part.repeat_interleave(times, dim=1) for part in (features, codes, train))
     twice = fit(*repeated, standardize=False)
