@@ -27,8 +27,13 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from microtome.probes.site_threads import side_by_side
+
 _BLOCK_BYTES = 2**26  # of what is worked on at a time
 _SINGULAR = 1e-12  # share of a pivot that is left
+_LARGE = 24  # rows of a block from which float32 is worth its refinement
+_REFINEMENTS = 12
+_REFINED = 1e-13  # largest residual of a solution over the largest right-hand side
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ def ridge_path(
     members, width = _by_size(codes), min(features.shape[1:])
     per_site = 8 * max(len(values) * members[-1].shape[1] * width, 3 * features[0].numel())
     blocks = features.split(max(1, _BLOCK_BYTES // per_site))
-    parts = [_of_sites(block, targets.double(), values, members, root) for block in blocks]
+    parts = side_by_side(lambda block: _of_sites(block, targets.double(), values, members, root), blocks)
     return RidgePath(*(torch.cat(some) for some in zip(*parts, strict=True)))
 
 
@@ -120,18 +125,66 @@ def _left_out(
         kept = 1 - (1 / damped) @ rows[:, :, 0].square().mT  # [site, penalty, group]
         return residuals / torch.where(kept > _SINGULAR, kept, torch.nan)[..., None, None]
     if n_members < n_components:
-        hat = (rows[:, None] / damped[:, :, None, None]) @ rows[:, None].mT
-        return _solved(torch.eye(n_members, dtype=torch.float64) - hat, residuals)
+        return _block_solved(rows, 1 / damped, residuals)
     finite = torch.where(damped.isinf(), 1.0, damped)
     kept = torch.diag_embed(finite)[:, :, None] - (rows.mT @ rows)[:, None]
     return residuals + rows[:, None] @ _solved(kept, rows[:, None].mT @ residuals)
 
 
+def _block_solved(rows: Tensor, inverse: Tensor, residuals: Tensor) -> Tensor:
+    """(I - H_GG)⁻¹ e_G for blocks `[site, penalty, group]`.
+
+    H_GG and its factor, which is where the time goes, are in float32 for large blocks, and the solution is refined with
+    float64 products (Higham 2002, ch. 12) until its residual is rounding noise; what does not get there is solved in
+    float64.
+    """
+    is_large = rows.shape[2] > _LARGE
+    factor, info = torch.linalg.cholesky_ex(_kept(rows, inverse, torch.float32 if is_large else torch.float64))
+    if not is_large:
+        return _by_factor(factor, info, residuals)
+    solution, wrong = torch.zeros_like(residuals), residuals
+    bound = _REFINED * residuals.abs().amax(dim=(3, 4)) + torch.finfo(torch.float64).tiny
+    for _ in range(_REFINEMENTS):
+        solution = solution + torch.cholesky_solve(wrong.float(), factor)
+        wrong = residuals - solution + _hat(rows, inverse, solution)
+        size = wrong.abs().amax(dim=(3, 4))
+        if (size <= bound).all():
+            break
+    fails = ~(size <= bound) | (info > 0)
+    for site, penalty, group in fails.nonzero().tolist():
+        at = slice(site, site + 1), slice(penalty, penalty + 1), slice(group, group + 1)
+        factor, info = torch.linalg.cholesky_ex(_kept(rows[at[::2]], inverse[at[:2]], torch.float64))
+        solution[at] = _by_factor(factor, info, residuals[at])
+    return solution
+
+
+def _kept(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Float[Tensor, "site penalty group row row"]:
+    """I - H_GG. Penalties join the rows of the left factor, so that a group is one product."""
+    n_members = rows.shape[2]
+    rows, inverse = rows.to(dtype), inverse.to(dtype)
+    left = (rows[:, :, None] * -inverse[:, None, :, None]).flatten(2, 3)
+    kept = (left @ rows.mT).unflatten(2, (-1, n_members)).transpose(1, 2).contiguous()
+    kept.diagonal(dim1=-2, dim2=-1).add_(1)
+    return kept
+
+
+def _hat(rows: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
+    """H_GG times values, without H_GG."""
+    n_penalties, n_outputs = values.shape[1], values.shape[4]
+    columns = values.movedim(1, 3).flatten(3)  # [site, group, row, penalty output]
+    loadings = (rows.mT @ columns).unflatten(3, (n_penalties, n_outputs)) * inverse.mT[:, None, ..., None]
+    return (rows @ loadings.flatten(3)).unflatten(3, (n_penalties, n_outputs)).movedim(3, 1)
+
+
 def _solved(matrix: Tensor, right: Tensor) -> Tensor:
     """matrix⁻¹ right, NaN where the matrix is singular: the left-out fit is not determined."""
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    smallest = (factor.diagonal(dim1=-2, dim2=-1).square() / matrix.diagonal(dim1=-2, dim2=-1)).amin(dim=-1)
-    fails = (info > 0) | (smallest < _SINGULAR)
+    scale = matrix.diagonal(dim1=-2, dim2=-1).rsqrt()
+    factor, info = torch.linalg.cholesky_ex(matrix * scale[..., None] * scale[..., None, :])
+    return scale[..., None] * _by_factor(factor, info, scale[..., None] * right)
+
+
+def _by_factor(factor: Tensor, info: Tensor, right: Tensor) -> Tensor:
+    fails = (info > 0) | (factor.diagonal(dim1=-2, dim2=-1).square().amin(dim=-1) < _SINGULAR)
     return torch.where(fails[..., None, None], torch.nan, torch.cholesky_solve(right, factor))
 
 

@@ -32,13 +32,14 @@ def grouped(rows, kind):
     return {
         "rows": np.arange(rows),
         "pairs": rng.permutation(np.arange(rows) // 2),
-        "uneven": rng.permutation(np.repeat(np.arange(11), np.arange(11))[:rows]),
+        "uneven": rng.permutation(np.repeat(np.arange(12), np.arange(12))[:rows]),
+        "two folds": rng.permutation(np.arange(rows) % 2),
         "five folds": rng.permutation(np.arange(rows) % 5),
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["rows", "pairs", "uneven", "five folds"])
-@pytest.mark.parametrize(("rows", "width"), [(55, 5), (55, 30), (30, 50)])
+@pytest.mark.parametrize("kind", ["rows", "pairs", "uneven", "two folds", "five folds"])
+@pytest.mark.parametrize(("rows", "width"), [(55, 5), (66, 45), (30, 50)])
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_agreement_with_refits(kind, rows, width, is_weighted):
     features, targets = data(rows, width)
@@ -61,7 +62,7 @@ def test_agreement_with_refits(kind, rows, width, is_weighted):
             np.testing.assert_allclose(path.intercepts[site, level], model.intercept_, rtol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["rows", "uneven", "five folds"])
+@pytest.mark.parametrize("kind", ["rows", "uneven", "two folds", "five folds"])
 def test_penalty_0_is_least_squares(kind):
     features, targets = data(55, 5)
     groups = grouped(55, kind)
