@@ -29,7 +29,7 @@ from torch import Tensor
 
 from microtome.probes.site_threads import side_by_side
 
-_BLOCK_BYTES = 2**26  # of what is worked on at a time
+_BLOCK_BYTES = 2**24  # of what is worked on at a time: memory of more is new, and zeroed, at every use
 _SINGULAR = 1e-12  # share of a pivot that is left
 _LARGE = 24  # rows of a block from which float32 is worth its refinement
 _REFINEMENTS = 12
@@ -159,11 +159,16 @@ def _block_solved(rows: Tensor, inverse: Tensor, residuals: Tensor) -> Tensor:
 
 
 def _kept(rows: Tensor, inverse: Tensor, dtype: torch.dtype) -> Float[Tensor, "site penalty group row row"]:
-    """I - H_GG. Penalties join the rows of the left factor, so that a group is one product."""
+    """The lower triangle of I - H_GG, a strip of rows at a time; penalties join a strip's rows in one product."""
     n_members = rows.shape[2]
     rows, inverse = rows.to(dtype), inverse.to(dtype)
-    left = (rows[:, :, None] * -inverse[:, None, :, None]).flatten(2, 3)
-    kept = (left @ rows.mT).unflatten(2, (-1, n_members)).transpose(1, 2).contiguous()
+    kept = rows.new_zeros(*inverse.shape[:2], rows.shape[1], n_members, n_members)
+    height = max(_LARGE, -(-n_members // 4))
+    for start in range(0, n_members, height):
+        stop = min(start + height, n_members)
+        strip = (rows[:, :, None, start:stop] * -inverse[:, None, :, None]).flatten(2, 3)
+        product = (strip @ rows[:, :, :stop].mT).unflatten(2, (-1, stop - start))
+        kept[..., start:stop, :stop] = product.transpose(1, 2)
     kept.diagonal(dim1=-2, dim2=-1).add_(1)
     return kept
 

@@ -95,6 +95,9 @@ def test_interpolating_least_squares_has_no_left_out_residuals():
     assert path.left_out_residuals[:, 1].isfinite().all()
     fold = torch.arange(20) % 4
     assert ridge_path(features, targets, (0.0,), fold).left_out_residuals.isnan().all()
+    large = ridge_path(*data(60, 80), (0.0, 1e-6), torch.arange(60) % 2).left_out_residuals
+    assert large[:, 0].isnan().all()
+    assert large[:, 1].isfinite().all()
     fitted = features @ path.weights[:, 0].mT + path.intercepts[:, :1]
     torch.testing.assert_close(fitted, targets.expand_as(fitted), rtol=1e-8, atol=1e-8)
 
