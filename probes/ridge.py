@@ -5,8 +5,8 @@ rows; RidgeClassProbe does so with y = ±1, or one column of ±1 per class. Ever
 residuals of rows (or groups) predicted without them (`ridge_path`), and the one of lowest mean square is kept.
 
 Beware: leaving out a row of weight 2 is not leaving out one of two equal rows, so with several strengths weights and
-repeats may choose differently (at one strength they agree). Rows that belong together must be given as `groups`, or each is predicted with its twins at hand. Least squares
-on classes orders rows well, but its scores are no log-odds.
+repeats may choose differently (at one strength they agree). Rows that belong together must be given as `groups`, or
+each is predicted with its twins at hand. Least squares on classes orders rows well, but its scores are no log-odds.
 """
 
 from collections.abc import Sequence
