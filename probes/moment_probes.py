@@ -45,6 +45,7 @@ def linear_path(
     method: Method,
     classes: int = 1,
     standardize: bool = True,
+    tolerance: float = TOLERANCE,
 ) -> LinearPath:
     """The method's probes at every strength (mass-mean has none: the answer's strength axis is 1 long).
 
@@ -53,6 +54,7 @@ def linear_path(
             columns of 0/1 where there are three classes or more.
         classes: columns per labelling.
         standardize: False leaves the penalty, and the tolerance, in units of the raw features.
+        tolerance: within variance up to which corrected mass-mean leaves a direction out.
 
     Raises ValueError for a class without a training row, and where no strength keeps the covariance invertible.
     """
@@ -74,7 +76,7 @@ def linear_path(
             if method == "lda":
                 class_weights = _within_solved(_factors(covariance, strengths), shares, means)
             else:
-                class_weights = _pseudo_solved(covariance, shares, means, TOLERANCE)[:, None]
+                class_weights = _pseudo_solved(covariance, shares, means, tolerance)[:, None]
         offsets = shares.log() - 0.5 * torch.einsum("scldk,sldk->sclk", class_weights, means)
         if classes == 1:  # of two classes, the second less the first
             class_weights, offsets = class_weights.diff(dim=-1), offsets.diff(dim=-1)

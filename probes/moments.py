@@ -93,12 +93,17 @@ class Moments:
             result._join(0, self.of([cell]))
         return result
 
-    def with_outputs(self, more: int) -> "Moments":
-        """The same with further target columns, of which all rows so far hold 0: classes that come later."""
+    def with_outputs(self, places: Sequence[int | None]) -> "Moments":
+        """The same rows with these target columns: numbers of present ones, None for one that was 0 in every row so far
+        (a class that comes later)."""
+        width = self.target_mean.shape[1]
         pad = torch.nn.functional.pad
-        padded = {name: pad(getattr(self, name), (0, more)) for name in ("target_mean", "target_scatter", "cross")}
+        order = torch.tensor([width if place is None else place for place in places])
+        columns = {
+            name: pad(getattr(self, name), (0, 1))[..., order] for name in ("target_mean", "target_scatter", "cross")
+        }
         kept = {name: getattr(self, name).clone() for name in ("count", "mean", "scatter")}
-        return Moments(**kept, **padded)
+        return Moments(**kept, **columns)
 
     def _join(self, cell: int, other: "Moments") -> None:
         """Count in the one cell of `other`."""

@@ -86,9 +86,9 @@ def test_what_a_cell_left_out_holds_changes_no_bit(rows):
 
 def test_later_columns_are_zero_in_the_rows_so_far(rows):
     features, targets, _ = rows
-    padded = torch.nn.functional.pad(targets, (0, 1))
-    padded[200:, 2] = 1
-    late = accumulated(features[:, :200], targets[:200], None, torch.arange(200), 50).with_outputs(1)
+    padded = torch.stack([targets[:, 1], torch.zeros(400).double(), targets[:, 0]], dim=1)
+    padded[200:, 1] = 1
+    late = accumulated(features[:, :200], targets[:200], None, torch.arange(200), 50).with_outputs([1, None, 0])
     late.update(features[:, 200:], padded[200:])
     whole = accumulated(features, padded, None, torch.arange(400), 400)
     torch.testing.assert_close(late.cross, whole.cross, rtol=1e-10, atol=1e-8)
