@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -60,7 +61,7 @@ def test_agreement_with_a_loop_over_scikit_learn(case):
     of_strength = []
     for strength in strengths:
         bits = 0.0
-        for before, until in zip(prefixes[:-1], prefixes[1:], strict=True):
+        for before, until in pairwise(prefixes):
             block = until & ~before
             mean, scale = x[before].mean(axis=0), x[before].std(axis=0)
             model = LogisticRegression(C=strength, solver="newton-cholesky", tol=1e-12)
