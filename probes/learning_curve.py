@@ -94,7 +94,10 @@ def learning_curve(
     sizes = _sizes(sizes, n_training)
     subsets = torch.from_numpy(
         np.stack(
-            [_subsets(positive.numpy(), given.groups, ~rows, sizes, repeats, seed + n) for n, rows in enumerate(test)]
+            [
+                _subsets(positive.numpy(), given.groups, ~rows, sizes, repeats, seed + fold)
+                for fold, rows in enumerate(test)
+            ]
         )
     )
     test = torch.from_numpy(test)
@@ -179,8 +182,8 @@ def _sizes(sizes: Sequence[int] | None, n_training: int) -> list[int]:
     sizes = [int(size) for size in sizes]
     if not sizes or sizes[0] < 2 or any(b <= a for a, b in pairwise(sizes)) or sizes[-1] > n_training:
         raise ValueError(
-            f"sizes={sizes}; give numbers of training groups in ascending order, from 2 to {n_training}, the groups that "
-            "the smallest training part holds."
+            f"sizes={sizes}; give numbers of training groups in ascending order, from 2 to {n_training}, the groups "
+            "that the smallest training part holds."
         )
     return sizes if sizes[-1] == n_training else [*sizes, n_training]
 
@@ -210,6 +213,6 @@ def _subsets(
             if len(found) == repeats:
                 return np.stack(found)
     raise ValueError(
-        f"Hardly any order of the training groups puts both classes into the first {ends[0]} of them. Give larger sizes "
-        f"(now {sizes}), whose first half must hold both."
+        f"Hardly any order of the training groups puts both classes into the first {ends[0]} of them. Give larger "
+        f"sizes (now {sizes}): half of the first must hold both."
     )

@@ -100,7 +100,7 @@ def test_sites_and_sweeps_are_matched_by_name():
     with pytest.raises(ValueError, match="other labels, groups or folds"):
         compare_sweeps(one, sweep(sites, positive, **options, seed=1))
     with pytest.raises(ValueError, match="share no site"):
-        compare_sweeps(one, sweep({"q.0": sites["resid_post.1"]}, positive, **options))
+        compare_sweeps(one, sweep({"attn_out.0": sites["resid_post.1"]}, positive, **options))
 
 
 def test_tau_is_scipys():
