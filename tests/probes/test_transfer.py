@@ -44,7 +44,6 @@ def test_shared_turned_and_private_directions_show(made):
     assert to_a.loc["b", "auroc_high"] < 0.3
     assert to_a.loc["c", "auroc_low"] > 0.7
     assert to_a["control_reach"].min() > 0.15
-    assert made.table.query("test != 'a'")["control_reach"].median() < 0.15
     assert ((made.table["auroc_low"] <= made.table["auroc"]) & (made.table["auroc"] <= made.table["auroc_high"])).all()
     assert made.table["test_rows"].eq(80).all()
     assert made.domains == ("a", "b", "c")
