@@ -19,7 +19,9 @@ Beware: off the diagonal 0.5 is not what a useless probe scores. Where the test 
 direction, a probe of pure noise leans one way or the other along it by luck, and so scores far above or below 0.5 on
 all of its rows (0.14 and 0.80 in the test's data). The interval knows nothing of that luck: it is about this probe.
 `control_reach` shows its size, the largest distance from 0.5 of probes fitted on shuffled labels; a transfer within it,
-XX are widened for cross-validation; off it no test row trains a probe, so they are not.
+in either direction, is nothing (three shuffles show it roughly: raise `controls` before claiming one). Domains also
+differ in class shares: AUROC does not notice, accuracy does. Intervals on the diagonal are widened for cross-validation;
+off it no test row trains a probe, so they are not.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
