@@ -207,7 +207,7 @@ def _subsets(
     for _ in range(_ORDERS_TRIED * repeats):
         place = np.full(groups.max() + 1, len(groups))
         place[rng.permutation(members)] = np.arange(len(members))
-        rows = (place[groups] < ends[:, None]) & train
+        rows = place[groups] < ends[:, None]
         if rows[0].sum() > 1 and 0 < positive[rows[0]].sum() < rows[0].sum():
             found.append(rows)
             if len(found) == repeats:

@@ -20,8 +20,8 @@ direction, a probe of pure noise leans one way or the other along it by luck, an
 all of its rows (0.14 and 0.80 in the test's data). The interval knows nothing of that luck: it is about this probe.
 `control_reach` shows its size, the largest distance from 0.5 of probes fitted on shuffled labels; a transfer within it,
 in either direction, is nothing (three shuffles show it roughly: raise `controls` before claiming one). Domains also
-differ in class shares: AUROC does not notice, accuracy does. Intervals on the diagonal are widened for cross-validation;
-off it no test row trains a probe, so they are not.
+differ in class shares: AUROC does not notice, accuracy does. Intervals on the diagonal are widened for
+cross-validation; off it no test row trains a probe, so they are not.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
