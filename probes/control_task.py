@@ -10,7 +10,9 @@ Selectivity = score on the task - score on the control task: what a probe reads 
 Beware: a type that lies in test rows only cannot have been learned, so the control is then at chance whatever the probe
 can do. That holds for every type with a single row, whose control label is as good as a shuffled one, and for all types
 if groups are cut by type (the entity as group: nothing is covered, and the control says nothing about memory). Show
-`coverage` beside every selectivity.
+`coverage` beside every selectivity. The other end: a few types that hold most rows (the full stop at the end of a text)
+are learned from any site that knows the token, so the control task is then the easier one and selectivity below zero,
+which says nothing against the probe (SmolLM2, sentiment at the last token: 68 types, control AUROC 0.98).
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""How many bits the labels take to send to someone who has the features: the online code (Voita & Titov 2020, sec. 2.2).
+"""How many bits it takes to send the labels to someone who has the features: the online code (Voita & Titov 2020).
 
 Groups are shuffled, rows of a group kept together, and cut at 0.1, 0.2, 0.4, ..., 50, 100 % of the groups. Labels of
 the first block are sent as they are; those of every next block by the probabilities of a probe fitted on all before:
@@ -194,6 +194,6 @@ def _blocks(
         if usable[first] and first < len(ends) - 1:
             return rows[first:]
     raise ValueError(
-        f"In {_SHUFFLES_TRIED} orders of {n_groups} groups the last block but one never held all {n_classes} classes of "
-        "every labelling. Too few groups carry a class: join rare classes, or add groups."
+        f"In {_SHUFFLES_TRIED} orders of {n_groups} groups the last block but one never held all {n_classes} classes "
+        "of every labelling. Too few groups carry a class: join rare classes, or add groups."
     )

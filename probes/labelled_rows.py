@@ -78,7 +78,7 @@ def column_of(values, rows: pd.DataFrame, name: str):
         return values
     if values not in rows:
         raise KeyError(
-            f"{name}={values!r} is no column of activations.rows, which has {list(rows)}. Name one of them, or pass one "
-            "value per row."
+            f"{name}={values!r} is no column of activations.rows, which has {list(rows)}. Name one of them, or pass "
+            "one value per row."
         )
     return rows[values]

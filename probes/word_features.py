@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Bool, Float64
-from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor
 
 MOST_AXES = 600
@@ -47,6 +46,8 @@ def bag_of_words(texts: Sequence[str], train: Bool[Tensor, " example"]) -> WordF
 
     None if all training texts have the same of them. Raises ValueError if no word occurs twice.
     """
+    from sklearn.feature_extraction.text import TfidfVectorizer  # importing it draws from Python's random state
+
     distinct = list(dict.fromkeys(texts))
     number = {text: place for place, text in enumerate(distinct)}
     trained = [texts[row] for row in train.nonzero()[:, 0].tolist()]

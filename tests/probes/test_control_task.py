@@ -108,3 +108,10 @@ def test_shuffled_labels_keep_groups_together():
     for size in set(sizes):
         assert again[sizes == size].sum() == mixed[sizes == size].sum()
     np.testing.assert_array_equal(again, shuffled_labels(mixed, groups, seed=3))
+
+    # one mixed group makes the label vary inside groups; whole groups must still exchange theirs
+    nearly = np.repeat(np.arange(40) % 2 == 0, 2)
+    nearly[0] = False
+    exchanged = shuffled_labels(nearly, pairs, seed=4).reshape(40, 2).sum(axis=1)
+    assert (exchanged != nearly.reshape(40, 2).sum(axis=1)).sum() > 8
+    assert sorted(exchanged) == sorted(nearly.reshape(40, 2).sum(axis=1))

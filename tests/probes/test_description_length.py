@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -60,7 +61,7 @@ def test_agreement_with_a_loop_over_scikit_learn(case):
     of_strength = []
     for strength in strengths:
         bits = 0.0
-        for before, until in zip(prefixes[:-1], prefixes[1:], strict=True):
+        for before, until in pairwise(prefixes):
             block = until & ~before
             mean, scale = x[before].mean(axis=0), x[before].std(axis=0)
             model = LogisticRegression(C=strength, solver="newton-cholesky", tol=1e-12)
@@ -83,6 +84,28 @@ def test_classes_cost_what_they_should():
     two = torch.from_numpy(kinds[None] % 2)
     binary, classes = (code_lengths(features[1:], x, np.arange(300), [0.1]).mean().item() for x in (two == 1, two))
     assert classes == pytest.approx(binary, rel=1e-3)
+
+
+def test_classes_agree_with_a_loop_over_one_against_the_rest():
+    rng = np.random.default_rng(5)
+    kinds = rng.integers(3, size=150)
+    x = rng.normal(size=(150, 4)) + np.eye(4)[kinds]
+    bits = code_lengths(
+        torch.from_numpy(x[None]), torch.from_numpy(kinds[None]), np.arange(150), [0.2], shuffles=1, seed=3
+    )
+    prefixes = _blocks(kinds[None], np.arange(150), BOUNDARIES, 3, np.random.default_rng(3))
+    expected = prefixes[0].sum() * math.log2(3)
+    for before, until in pairwise(prefixes):
+        block = until & ~before
+        mean, scale = x[before].mean(axis=0), x[before].std(axis=0)
+        p = np.empty((block.sum(), 3))
+        for kind in range(3):
+            model = LogisticRegression(C=0.2, solver="newton-cholesky", tol=1e-12)
+            model.fit((x[before] - mean) / scale, kinds[before] == kind)
+            p[:, kind] = model.predict_proba((x[block] - mean) / scale)[:, 1]
+        p /= p.sum(axis=1, keepdims=True)
+        expected -= np.log2(p[np.arange(len(p)), kinds[block]]).sum()
+    assert bits.item() == pytest.approx(expected, abs=0.02)
 
 
 def test_groups_are_sent_whole_and_the_first_block_holds_every_class():
