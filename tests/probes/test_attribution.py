@@ -24,7 +24,7 @@ def probe(width: int = 32, seed: int = 0) -> tuple[np.ndarray, float]:
 @pytest.fixture(scope="module")
 def known(tiny):
     """Tiny models by kind, built and dissected once for this file."""
-    return functools.cache(known)
+    return functools.cache(tiny)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "neox"])
