@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
-from sklearn.cluster import KMeans
 from torch import Tensor
 
 from microtome.probes.logistic_solver import fit_logistic
@@ -140,6 +139,8 @@ def _pca_difference(rows: Tensor, positive: Tensor, pairs: Tensor | None, seed: 
 
 
 def _kmeans(rows: Tensor, positive: Tensor, pairs: Tensor | None, seed: int) -> Tensor:
+    from sklearn.cluster import KMeans  # late: importing it draws from Python's random state
+
     found = []
     for site in rows.numpy():
         if (site == site[:1]).all():
