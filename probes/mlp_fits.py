@@ -45,8 +45,8 @@ class MlpSettings:
     hidden: tuple[int, ...] = (16,)  # units of each hidden layer
     epochs: int = 10
     batch: int = 32  # rows; all training rows where there are fewer
-    learning_rate: float = 5e-4
-    weight_decay: float = 1e-4  # times the parameter, added to its gradient
+    learning_rate: int | float = 5e-4
+    weight_decay: int | float = 1e-4  # times the parameter, added to its gradient
 
     def __post_init__(self) -> None:
         counts = (*self.hidden, self.epochs, self.batch)

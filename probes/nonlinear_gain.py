@@ -73,7 +73,7 @@ class NonlinearGain:
     labellings: Bool[Tensor, "labelling example"]  # the real labels, shuffled ones, those of the control task if any
     groups: Int64[Tensor, " example"]
     test: Bool[Tensor, "fold example"]
-    null: Float64[Tensor, " permutation"]  # largest gain of any site in each exchange of the scores
+    null: Float64[Tensor, " permutation"]  # largest gain of any site in each exchange of the scores, stretched
     type_coverage: float  # share of held-out rows whose type the training rows hold; NaN without types
     provenance: dict[str, Any]
 
@@ -172,7 +172,8 @@ def nonlinear_gain(
     null = None
     if permutations:
         real = (mlp_scores[:, 0], linear_scores[:, 0])
-        null = paired_swap(*real, labelled[0], group, tests, permutations=permutations, seed=seeds[4])
+        stretch = cross_validation_stretch(folds)
+        null = paired_swap(*real, labelled[0], group, tests, permutations=permutations, seed=seeds[4], stretch=stretch)
     table = _table(probes, (linear_scores, mlp_scores), labelled, group, tests, null, draws=bootstraps, seed=seeds[5])
     covered = math.nan if columns["types"] is None else coverage(columns["types"], test)
     provenance = {
