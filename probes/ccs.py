@@ -1,4 +1,4 @@
-"""Contrast-consistent search with scikit-learn's contract over `fit_ccs`, which has the loss, the settings and the traps.
+"""Contrast-consistent search with scikit-learn's contract over `fit_ccs`, where loss, settings and traps are.
 
 A row is a pair: a statement's features, then its negation's. Labels fix the sign of the direction and nothing else.
 """

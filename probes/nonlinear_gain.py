@@ -42,8 +42,8 @@ from microtome.probes.control_task import control_task, coverage
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import ROWS, group_codes
 from microtome.probes.metrics import fold_auroc, log_loss_bits
-from microtome.probes.mlp_fits import MlpSettings
 from microtome.probes.mlp_nested import mlp_nested_fits
+from microtome.probes.mlp_networks import MlpSettings
 from microtome.probes.nested_fit import nested_fits
 from microtome.probes.paired_swap import SwapNull, paired_swap
 from microtome.probes.permutation import group_permutations

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from microtome.probes.mlp_fits import MlpSettings, fit_mlps, start_values
+from microtome.probes.mlp_fits import fit_mlps
+from microtome.probes.mlp_networks import MlpSettings, start_values
 
 
 def xor(n_sites: int, n_rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
