@@ -18,8 +18,8 @@ The studies this follows (NL-ITI, Hoscilowicz et al. 2024) compare a network on 
 probe on the last one, which mixes two changes; `pool` is the same for both here.
 
 Beware: the linear probe is fitted to its optimum, the network stops after 10 epochs. A negative gain means that it has
-not learned, not that the site is linear: give `MlpSettings(epochs=..., learning_rate=...)`. The epoch is chosen, so
-more of them cannot choose worse in expectation by much. Intervals and p take the fits as they are.
+not learned, not that the site is linear: try `MlpSettings(epochs=..., learning_rate=...)`; the epoch is chosen on inner
+folds, so that later ones do no harm. Intervals and p take the fits as they are.
 """
 
 import math
