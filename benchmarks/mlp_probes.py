@@ -20,7 +20,8 @@ import torch
 from ledger import record
 from torch import nn
 
-from microtome.probes.mlp_fits import MlpFits, MlpSettings, fit_mlps, start_values
+from microtome.probes.mlp_fits import MlpFits, fit_mlps
+from microtome.probes.mlp_networks import MlpSettings, start_values
 
 HEADS, WIDTH = 270, 64
 SETTINGS = MlpSettings()

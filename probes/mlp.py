@@ -16,7 +16,8 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from microtome.probes.mlp_fits import MlpSettings, fit_mlps
+from microtome.probes.mlp_fits import fit_mlps
+from microtome.probes.mlp_networks import MlpSettings
 
 
 class MLPProbe(ClassifierMixin, BaseEstimator):

@@ -22,7 +22,7 @@ loss falls on with more epochs or a larger rate, until it rises again on rows th
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,35 +31,12 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
 from microtome.probes.metrics import logit_loss_bits
+from microtome.probes.mlp_networks import MlpSettings, Networks
 from microtome.probes.site_threads import side_by_side
 
 _CACHE_BYTES = 2**20  # parameters with their gradients and moments, and one batch, of the sites that step together
 _ROWS_BYTES = 2**26  # their standardised rows
 _LARGEST = 1e100  # squares of features must not overflow
-
-
-@dataclass(frozen=True)
-class MlpSettings:
-    """How networks are built and trained; the defaults are NL-ITI's."""
-
-    hidden: tuple[int, ...] = (16,)  # units of each hidden layer
-    epochs: int = 10
-    batch: int = 32  # rows; all training rows where there are fewer
-    learning_rate: float = 5e-4
-    weight_decay: float = 1e-4  # times the parameter, added to its gradient
-
-    def __post_init__(self) -> None:
-        counts = (*self.hidden, self.epochs, self.batch)
-        if not self.hidden or any(not isinstance(n, int) or n < 1 for n in counts):
-            raise ValueError(
-                f"hidden={self.hidden}, epochs={self.epochs}, batch={self.batch}: give whole numbers from 1 on, and at "
-                "least one hidden layer, such as hidden=(16,). Without one the probe is linear: use fit_logistic."
-            )
-        if not 0 < self.learning_rate < math.inf or not 0 <= self.weight_decay < math.inf:
-            raise ValueError(
-                f"learning_rate={self.learning_rate}, weight_decay={self.weight_decay}; give finite numbers, the rate "
-                "above 0 and the decay not below, such as 5e-4 and 1e-4."
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,82 +124,6 @@ def fit_mlps(
     )
 
 
-def start_values(sizes: Sequence[int], seed: int) -> tuple[list[Float32[Tensor, "..."]], list[Float32[Tensor, "..."]]]:
-    """Weights `[inputs, outputs]` and biases `[outputs]` that every probe of these widths starts from."""
-    generator = torch.Generator().manual_seed(seed)
-    weights, biases = [], []
-    for n_in, n_out in pairwise(sizes):
-        weights.append((2 * torch.rand(n_in, n_out, generator=generator) - 1) / math.sqrt(n_in))
-        biases.append((2 * torch.rand(n_out, generator=generator) - 1) / math.sqrt(n_in))
-    return weights, biases
-
-
-class _Networks:
-    """Networks of some sites with one parameter vector: as it is, as views by layer, and the gradient alike."""
-
-    def __init__(self, n_sites: int, sizes: Sequence[int], seed: int, device: torch.device):
-        shapes = [(n_sites, i, o) for i, o in pairwise(sizes)]
-        shapes += [(n_sites, 1, o) for o in sizes[1:]]
-        lengths = [math.prod(shape) for shape in shapes]
-        self.parameters = torch.zeros(sum(lengths), device=device)
-        self.parameters.grad = torch.zeros_like(self.parameters)
-
-        def views(flat: Tensor) -> list[Tensor]:
-            return [part.view(shape) for part, shape in zip(flat.split(lengths), shapes, strict=True)]
-
-        n_layers = len(sizes) - 1
-        self.tensors, gradients = views(self.parameters), views(self.parameters.grad)
-        self.weights, self.biases = self.tensors[:n_layers], self.tensors[n_layers:]
-        self.weight_gradients, self.bias_gradients = gradients[:n_layers], gradients[n_layers:]
-        weights, biases = start_values(sizes, seed)
-        for tensor, value in zip(self.tensors, [*weights, *biases], strict=True):
-            tensor.copy_(value)
-
-    def logits(self, rows: Float32[Tensor, "site example feature"]) -> Float32[Tensor, "site example output"]:
-        for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
-            rows = torch.baddbmm(bias, rows, weight).clamp_min_(0)
-        return torch.baddbmm(self.biases[-1], rows, self.weights[-1])
-
-    def epochs(
-        self, rows: Float32[Tensor, "example site feature"], target: Float32[Tensor, "example output"], settings, seed
-    ) -> Iterator[int]:
-        """Train; yields the number of each epoch when it is through."""
-        n_rows, n_sites, width = rows.shape
-        size = min(settings.batch, n_rows)
-        adam = torch.optim.Adam(
-            [self.parameters], lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-        )
-        batch = rows.new_empty(size, n_sites, width)
-        values = [batch.transpose(0, 1), *(rows.new_empty(n_sites, size, bias.shape[2]) for bias in self.biases)]
-        slopes = [torch.empty_like(value) for value in values[1:-1]]
-        is_active = [torch.empty_like(value) for value in values[1:-1]]
-        is_binary = target.shape[1] == 1
-        generator = torch.Generator().manual_seed(seed)
-        for epoch in range(1, settings.epochs + 1):
-            order = torch.randperm(n_rows, generator=generator).to(rows.device)
-            for start in range(0, n_rows - size + 1, size):
-                chosen = order[start : start + size]
-                torch.index_select(rows, 0, chosen, out=batch)
-                for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-                    torch.baddbmm(bias, values[layer], weight, out=values[layer + 1])
-                    if layer < len(slopes):
-                        values[layer + 1].clamp_min_(0)
-                slope = values[-1]
-                if is_binary:
-                    slope.sigmoid_()
-                else:
-                    torch.softmax(slope, -1, out=slope)
-                slope.sub_(target[chosen]).mul_(1 / size)
-                for layer in reversed(range(len(self.weights))):
-                    torch.bmm(values[layer].mT, slope, out=self.weight_gradients[layer])
-                    torch.sum(slope, 1, keepdim=True, out=self.bias_gradients[layer])
-                    if layer:
-                        torch.bmm(slope, self.weights[layer].mT, out=slopes[layer - 1])
-                        slope = slopes[layer - 1].mul_(torch.sign(values[layer], out=is_active[layer - 1]))
-                adam.step()
-            yield epoch
-
-
 def _fit_block(features, labels, target, train, validation, keep, sizes, settings, seed) -> tuple:
     """Mean, scale, epochs, validation bits, then weights and biases by layer, of some sites in one fold."""
     n_sites, n_labels = len(features), len(labels)
@@ -241,7 +142,7 @@ def _fit_block(features, labels, target, train, validation, keep, sizes, setting
     epochs = torch.full((n_sites, n_labels), settings.epochs, dtype=torch.int64, device=features.device)
     bits = torch.full((n_sites, n_labels, settings.epochs), torch.nan, dtype=torch.float64, device=features.device)
     for number in range(n_labels):
-        networks = _Networks(n_sites, sizes, seed, features.device)
+        networks = Networks(n_sites, sizes, seed, features.device)
         best = [tensor.clone() for tensor in networks.tensors]
         lowest = torch.full((n_sites,), torch.inf, dtype=torch.float64, device=features.device)
         for epoch in networks.epochs(rows, target[number, train], settings, seed):

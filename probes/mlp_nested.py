@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from microtome.probes.mlp_fits import MlpSettings, fit_mlps
+from microtome.probes.mlp_fits import fit_mlps
+from microtome.probes.mlp_networks import MlpSettings
 
 
 @dataclass(frozen=True, eq=False)

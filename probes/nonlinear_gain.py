@@ -18,8 +18,8 @@ The studies this follows (NL-ITI, Hoscilowicz et al. 2024) compare a network on 
 probe on the last one, which mixes two changes; `pool` is the same for both here.
 
 Beware: the linear probe is fitted to its optimum, the network stops after 10 epochs. A negative gain means that it has
-not learned, not that the site is linear: give `MlpSettings(epochs=..., learning_rate=...)`. The epoch is chosen, so
-more of them cannot choose worse in expectation by much. Intervals and p take the fits as they are.
+not learned, not that the site is linear: try `MlpSettings(epochs=..., learning_rate=...)`; the epoch is chosen on inner
+folds, so that later ones do no harm. Intervals and p take the fits as they are.
 """
 
 import math
@@ -42,8 +42,8 @@ from microtome.probes.control_task import control_task, coverage
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import ROWS, group_codes
 from microtome.probes.metrics import fold_auroc, log_loss_bits
-from microtome.probes.mlp_fits import MlpSettings
 from microtome.probes.mlp_nested import mlp_nested_fits
+from microtome.probes.mlp_networks import MlpSettings
 from microtome.probes.nested_fit import nested_fits
 from microtome.probes.paired_swap import SwapNull, paired_swap
 from microtome.probes.permutation import group_permutations
@@ -73,7 +73,7 @@ class NonlinearGain:
     labellings: Bool[Tensor, "labelling example"]  # the real labels, shuffled ones, those of the control task if any
     groups: Int64[Tensor, " example"]
     test: Bool[Tensor, "fold example"]
-    null: Float64[Tensor, " permutation"]  # largest gain of any site in each exchange of the scores
+    null: Float64[Tensor, " permutation"]  # largest gain of any site in each exchange of the scores, stretched
     type_coverage: float  # share of held-out rows whose type the training rows hold; NaN without types
     provenance: dict[str, Any]
 
@@ -172,7 +172,8 @@ def nonlinear_gain(
     null = None
     if permutations:
         real = (mlp_scores[:, 0], linear_scores[:, 0])
-        null = paired_swap(*real, labelled[0], group, tests, permutations=permutations, seed=seeds[4])
+        stretch = cross_validation_stretch(folds)
+        null = paired_swap(*real, labelled[0], group, tests, permutations=permutations, seed=seeds[4], stretch=stretch)
     table = _table(probes, (linear_scores, mlp_scores), labelled, group, tests, null, draws=bootstraps, seed=seeds[5])
     covered = math.nan if columns["types"] is None else coverage(columns["types"], test)
     provenance = {

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from microtome.probes.mlp_fits import MlpSettings, fit_mlps, start_values
+from microtome.probes.mlp_fits import fit_mlps
+from microtome.probes.mlp_networks import MlpSettings, start_values
 
 
 def xor(n_sites: int, n_rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -126,11 +127,17 @@ def test_validation_keeps_the_epoch_of_lowest_loss() -> None:
     assert kept.validation_bits.isnan().all()
 
 
-def test_validation_bits_are_those_of_the_logits() -> None:
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_validation_bits_are_those_of_the_logits(n_classes: int) -> None:
     features, labels, train = random_case()
+    labels = labels if n_classes == 2 else labels.long() + (features[0, :, 0] > 4)
     fits = fit_mlps(features, labels, train, validation=~train, settings=MlpSettings(epochs=1))
-    logits = fits.logits(features)[1, 0, 1, ~train[1]]
-    loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[0, ~train[1]].double())
+    logits, held = fits.logits(features)[1, 0, 1, ~train[1]], labels[0, ~train[1]]
+    loss = (
+        nn.functional.binary_cross_entropy_with_logits(logits, held.double())
+        if n_classes == 2
+        else nn.functional.cross_entropy(logits, held)
+    )
     assert fits.validation_bits[1, 0, 1, 0].item() == pytest.approx(loss.item() / 0.6931471805599453, rel=1e-5)
 
 
@@ -165,12 +172,3 @@ def test_bad_input_says_what_to_do(change, message: str) -> None:
     change(case)
     with pytest.raises(ValueError, match=message):
         fit_mlps(**case)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"hidden": ()}, "use fit_logistic"), ({"epochs": 0}, "whole numbers"), ({"learning_rate": 0.0}, "above 0")],
-)
-def test_settings_are_checked(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MlpSettings(**settings)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from microtome.capture.activations import Activations
-from microtome.probes.mlp_fits import MlpSettings
+from microtome.probes.mlp_networks import MlpSettings
 from microtome.probes.nonlinear_gain import nonlinear_gain
 
 QUICK = MlpSettings(epochs=15, learning_rate=0.02)

@@ -47,6 +47,15 @@ def test_the_better_probe_is_found_and_only_there() -> None:
     assert (null.p_best_site >= null.p_value).all()
 
 
+def test_stretch_widens_the_null() -> None:
+    first, second, positive, groups, test = case()
+    plain = paired_swap(first, second, positive, groups, test)
+    wide = paired_swap(first, second, positive, groups, test, stretch=2.0)
+    torch.testing.assert_close(wide.maximum, 2 * plain.maximum)
+    assert (wide.p_value >= plain.p_value).all()
+    assert wide.p_best_site[0] > plain.p_best_site[0]
+
+
 def test_a_probe_against_itself_is_never_better() -> None:
     first, _, positive, groups, test = case()
     null = paired_swap(first, first, positive, groups, test)
@@ -70,6 +79,8 @@ def test_bad_input_says_what_to_do() -> None:
     first, second, positive, groups, test = case()
     with pytest.raises(ValueError, match="give at least 20"):
         paired_swap(first, second, positive, groups, test, permutations=5)
+    with pytest.raises(ValueError, match="would narrow the null"):
+        paired_swap(first, second, positive, groups, test, stretch=0.5)
     with pytest.raises(ValueError, match="no pair to rank"):
         paired_swap(first, second, torch.ones_like(positive), groups, test)
     with pytest.raises(ValueError, match="NaN"):
