@@ -96,14 +96,12 @@ def test_a_killed_probe_goes_on_and_a_finished_one_is_not_made_again(files, monk
 def test_a_store_and_saved_activations_are_probed_where_they_lie(files, tiny, word_tokenizer) -> None:
     model = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="tiny")
     words = ["cat", "dog", "bird", "film"]
-    texts = [
-        f"the {words[i % 4]} was {('bad', 'good')[i % 2]} so {words[i // 4 % 4]} {words[i // 16]}" for i in range(60)
-    ]
-    labels = {"tone": [("bad", "good")[i % 2] for i in range(60)], "author": [i // 2 for i in range(60)]}
+    tones = [("bad", "good")[i % 2] for i in range(60)]
+    texts = [f"the {words[i % 4]} was {tone} so {words[i // 4 % 4]} {words[i // 16]}" for i, tone in enumerate(tones)]
+    labels = {"tone": tones, "author": [i // 2 for i in range(60)]}
     capture(model, texts, ["resid_post", "z"], "all", labels=labels, store="kept")
-    done = run(
-        "kept", "--label", "tone", "--group", "author", "--where", "position >= 3", "--site", "resid_post", *FLAGS
-    )
+    of_tone = ["--label", "tone", "--group", "author", *FLAGS]
+    done = run("kept", "--where", "position >= 3", "--site", "resid_post", *of_tone)
     assert done.exit_code == 0, done.output
     result = Sweep.load("runs/kept--tone/sweep")
     assert result.table["site"].tolist() == ["resid_post.0", "resid_post.1", "resid_post.2"]
