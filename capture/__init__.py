@@ -2,16 +2,19 @@
 
 from microtome.capture.activations import Activations as Activations
 from microtome.capture.anatomy import Anatomy as Anatomy
+from microtome.capture.attention_features import attention_features as attention_features
 from microtome.capture.collect import capture as capture
 from microtome.capture.collect import estimate_capture as estimate_capture
 from microtome.capture.dissect import NotDissectable as NotDissectable
 from microtome.capture.dissect import dissect as dissect
+from microtome.capture.feature_tables import read_features as read_features
 from microtome.capture.generated import Generation as Generation
 from microtome.capture.hooks import attach as attach
 from microtome.capture.hooks import detach as detach
 from microtome.capture.live_taps import EditContext as EditContext
 from microtome.capture.models import LoadedModel as LoadedModel
 from microtome.capture.models import load_model as load_model
+from microtome.capture.output_weights import output_weights as output_weights
 from microtome.capture.positions import Span as Span
 from microtome.capture.sites import KINDS as KINDS
 from microtome.capture.sites import Site as Site
@@ -26,3 +29,5 @@ from microtome.capture.tap_plan import Read as Read
 from microtome.capture.taps import Tape as Tape
 from microtome.capture.taps import TapNeverFired as TapNeverFired
 from microtome.capture.taps import taps as taps
+from microtome.capture.untrained import shuffled_weights as shuffled_weights
+from microtome.capture.untrained import untrained as untrained

@@ -100,7 +100,7 @@ def compare_sites(
     table = compare_scores(
         first,
         second,
-        sweep.positive,
+        sweep.truth,
         sweep.groups,
         sweep.test,
         metric=metric,
@@ -125,7 +125,7 @@ def compare_sweeps(
 
     Raises ValueError for other labels, groups or folds, and if they share no site.
     """
-    same = all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("positive", "groups", "test"))
+    same = all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("truth", "groups", "test"))
     if not same:
         raise ValueError(
             "The sweeps have other labels, groups or folds, so their scores are not of the same rows. Sweep the same "
@@ -138,7 +138,7 @@ def compare_sweeps(
     table = compare_scores(
         first.scores[list(_rows_of(first, sites).values())],
         second.scores[list(_rows_of(second, sites).values())],
-        first.positive,
+        first.truth,
         first.groups,
         first.test,
         metric=metric,

@@ -5,10 +5,12 @@
     lda                  shrunken linear discriminant analysis, from moments
     mass_mean            difference of the class means, from moments
     mass_mean_corrected  the same times the inverse of the covariance within classes
+    sparse_K             logistic regression on the K features that a filter ranks first in each fold (`sparse`)
 
 Probes from moments read rows in chunks, so that they also do for a store that is larger than memory.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,7 @@ from microtome.probes.logistic_solver import default_strengths
 from microtome.probes.moment_fits import DEFAULT_STRENGTHS, moment_fits, moment_fits_of_chunks
 from microtome.probes.multinomial_fits import multinomial_fits
 from microtome.probes.nested_fit import NestedFit, nested_fits
+from microtome.probes.sparse import sparse_fits
 from microtome.probes.target import Kind
 
 DEFAULT: dict[Kind, str] = {"binary": "logistic", "classes": "logistic", "numbers": "ridge"}
@@ -27,7 +30,9 @@ _OF_KIND: dict[str, tuple[Kind, ...]] = {
     "lda": ("binary", "classes"),
     "mass_mean": ("binary", "classes"),
     "mass_mean_corrected": ("binary", "classes"),
+    "sparse_K": ("binary",),
 }
+_SPARSE = re.compile(r"sparse_([1-9]\d*)")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class ProbeMethod:
         """Raise ValueError for too few outer folds: probes from moments choose strengths on the other outer folds."""
         if folds < 3 and self.fits_of_chunks is not None:
             raise ValueError(
-                f"folds={folds}: the inner folds of a {self.name} probe are the other outer folds, so it needs 3 or more."
+                f"folds={folds}: the inner folds of a {self.name} probe are the other outer ones, so it needs 3 or more."
             )
 
 
@@ -57,7 +62,8 @@ def probe_method(name: str | None, kind: Kind, *, class_weight: Literal["balance
     Raises ValueError for a name or a combination there is not.
     """
     name = name or DEFAULT[kind]
-    if kind not in _OF_KIND.get(name, ()):
+    sparse = _SPARSE.fullmatch(name)
+    if kind not in _OF_KIND.get("sparse_K" if sparse else name, ()) or name == "sparse_K":
         known = sorted(method for method, kinds in _OF_KIND.items() if kind in kinds)
         raise ValueError(f"probe={name!r} for a target of {kind}: give one of {', '.join(known)}.")
     if name == "logistic":
@@ -65,6 +71,9 @@ def probe_method(name: str | None, kind: Kind, *, class_weight: Literal["balance
         return ProbeMethod(name, partial(solver, class_weight=class_weight), None, default_strengths)
     if class_weight is not None:
         raise ValueError(f"class_weight={class_weight!r} is for the logistic probe; {name} weighs every row the same.")
+    if sparse:
+        k = int(sparse[1])
+        return ProbeMethod(name, partial(sparse_fits, k=k), None, lambda width: default_strengths(min(k, width)))
     return ProbeMethod(
         name,
         partial(moment_fits, method=name),

@@ -105,6 +105,9 @@ def test_balanced_classes_move_the_threshold_and_not_the_order() -> None:
     plain, level = (sweep(features, label, groups="rows", class_weight=w, **QUICK).table for w in (None, "balanced"))
     assert level["balanced_accuracy"][0] > plain["balanced_accuracy"][0] + 0.1
     assert level["auroc"][0] == pytest.approx(plain["auroc"][0], abs=0.03)
+    assert sweep(features, label, groups="rows", probe="sparse_2", **QUICK).coef("features").count_nonzero() == 2
+    with pytest.raises(ValueError, match="probe='sparse_K' for a target of binary: give one of"):
+        sweep(features, label, groups="rows", probe="sparse_K", **QUICK)
     with pytest.raises(ValueError, match="class_weight='balanced' is for the logistic probe"):
         sweep(features, label, groups="rows", probe="lda", class_weight="balanced", **QUICK)
 
