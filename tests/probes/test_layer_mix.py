@@ -38,6 +38,17 @@ def test_one_informative_layer_takes_the_weight(informative: int, normalize: boo
     assert is_right[300:].float().mean() > 0.85
 
 
+def test_shares_are_weights_times_the_mean_norm_of_training_rows() -> None:
+    features, positive = planted(n_rows=80)
+    train = torch.arange(80)[None] < 60
+    fits = fit_layer_mix(features, positive[None], train, strength=0.01)
+    entering = fits.weights[0, 0] * features[:, :60].norm(dim=-1).mean(1)
+    torch.testing.assert_close(fits.shares[0, 0], entering / entering.sum())
+    assert not torch.allclose(fits.shares, fits.weights, atol=0.01)
+    normalized = fit_layer_mix(features, positive[None], train, strength=0.01, normalize=True)
+    torch.testing.assert_close(normalized.shares, normalized.weights, atol=1e-4, rtol=0)
+
+
 def test_one_layer_is_logistic_regression() -> None:
     features, positive = planted()
     fits = fit_layer_mix(
