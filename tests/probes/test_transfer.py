@@ -5,6 +5,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from microtome.probes.hardness import gap_recovered, hardness_strata
+from microtome.probes.metrics import fold_auroc
 from microtome.probes.transfer import _source_scores, transfer
 
 FEW = {"folds": 3, "inner_folds": 3, "bootstraps": 100}
@@ -65,6 +66,24 @@ def test_the_source_chooses_without_the_target(case, made):
     turned = np.where(domain == "b", ~positive, positive)
     again = transfer(sites, turned, domain, groups="rows", **FEW).choices.set_index(["train", "test", "rule"])
     assert again.loc[("a", "b", "source"), "site"] == "resid_post.1"
+
+
+def test_the_choice_by_the_target_sees_none_of_the_rows_it_is_scored_on():
+    rng = np.random.default_rng(7)
+    positive, domain = np.arange(120) % 2 == 0, np.repeat(["a", "b"], 60)
+    noise = {f"resid_post.{layer}": rng.normal(size=(120, 3)) for layer in range(12)}
+    made = transfer(noise, positive, domain, groups="rows", **FEW)
+    chosen = made.choices.set_index(["train", "test", "rule"])["auroc"]
+    for train, test in (("a", "b"), ("b", "a")):
+        pairs = [made.pair(train, test, site) for site in made.sites]
+        labels, folds = pairs[0]["positive"], pairs[0]["test"]
+        scores = torch.stack([pair["scores"] for pair in pairs])
+        composed = torch.empty_like(scores[0])
+        for number, rows in enumerate(folds):
+            others = folds[[fold for fold in range(3) if fold != number]]
+            composed[rows] = scores[fold_auroc(scores, labels, others).argmax(), rows]
+        assert chosen[train, test, "target"] == pytest.approx(fold_auroc(composed, labels, folds).item())
+        assert chosen[train, test, "target"] < chosen[train, test, "hindsight"]
 
 
 def test_agreement_with_a_loop_over_scikit_learn(case):
