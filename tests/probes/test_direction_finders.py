@@ -69,13 +69,19 @@ def test_agrees_with_scikit_learn() -> None:
 
 
 def test_lda_is_shrunk_as_ledoit_and_wolf_shrink() -> None:
-    X, _ = rows(n=30)
+    X, y = rows(n=30)
     centred = X - X.mean(1, keepdim=True)
     shrunk, amount = ledoit_wolf(centred)
     for site in range(2):
         matrix, shrinkage = sklearn_ledoit_wolf(centred[site].numpy(), assume_centered=True)
         np.testing.assert_allclose(shrunk[site], matrix, atol=1e-12)
         assert float(amount[site]) == pytest.approx(shrinkage)
+    found = find_directions(X, y, finders=("lda",))["lda"]
+    for site, values in enumerate(X.numpy()):
+        means = values[y].mean(0), values[~y].mean(0)
+        within = np.where(y[:, None], values - means[0], values - means[1])
+        direction = np.linalg.solve(sklearn_ledoit_wolf(within, assume_centered=True)[0], means[0] - means[1])
+        np.testing.assert_allclose(found[site], direction / np.linalg.norm(direction), atol=1e-10)
 
 
 def test_signs_follow_the_labels_and_lengths_are_one() -> None:

@@ -53,6 +53,18 @@ def test_rare_concepts_and_small_features_are_erased(positives: int, unit: float
     assert float(after) < 1e-10 * float(covariance(X * unit, z).abs().max()) + 1e-14 * unit
 
 
+def test_a_weak_concept_is_no_rounding() -> None:
+    X, _ = rows(sites=1, n=2000)
+    noise = torch.tensor(np.random.default_rng(3).normal(size=2000))
+    centred = X[0] - X[0].mean(0)
+    z = noise - noise.mean()
+    z = z - centred @ torch.linalg.lstsq(centred, z).solution  # nothing of it is linear in the features
+    weak = (z + 1e-5 * centred[:, 0] / centred[:, 0].std())[:, None]
+    erasures = leace(X, weak)
+    assert erasures[0].rank == 1
+    assert float(covariance(erasures.apply(X), weak).abs().max()) < 1e-12
+
+
 def test_no_other_projection_that_erases_changes_less() -> None:
     X, y = rows(sites=1)
     z = one_hot(y, 2)

@@ -96,7 +96,8 @@ def test_heads_have_lines_of_their_own() -> None:
 
 
 def test_equal_rows_have_rank_zero() -> None:
-    measured = spectrum_measures(torch.full((1, 5, 3), 0.1))
+    row = torch.rand(1, 1, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    measured = spectrum_measures(row.expand(1, 37, 50))
     assert [float(measured[name][0]) for name in ("effective_rank", "participation", "stable_rank")] == [0, 0, 0]
     assert float(measured["anisotropy"][0]) == pytest.approx(1)
 
