@@ -2,8 +2,8 @@
 
 With x̂ = y/√ridge, a fold's own standardisation, the Hessian of a fit is √ridge (I + C Σ_i s_i p_i(1-p_i) x̂_i x̂_iᵀ)
 √ridge. All fits of a site share the principal axes of its rows. Between them the sum is taken as it is, with p(1-p)
-averaged over the fits of a strength; all directions beside them share one average eigenvalue. At the start p(1-p) = ¼
-makes the sum diagonal. This steers the iterations; nothing fitted depends on it.
+averaged over the fits of a strength; all directions beside them share one average eigenvalue. At the start p(1-p) = ¼,
+and after a step its mean, makes the sum diagonal. This steers the iterations; nothing fitted depends on it.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,10 @@ from torch import Tensor
 from microtome.probes.fold_basis import FoldBasis
 
 AXES = 128  # of wider rows only the leading ones: the rest costs more to find and apply than it saves in products
-MANY = 0.05  # fits per feature from which all axes of wider rows are worth finding
+# All axes of wider rows cost about width³ to find and width² a pass to apply, a pass width x rows: worth it from this
+# many fits x rows / width² (576 features, 2,000 rows: 45 fits took 0.8 of the time), while rows are more than twice the
+# width. Beware: found on one processor with one thread.
+MANY = 0.2
 ROUNDS = 2  # of subspace iteration
 # float32 axes are not quite orthonormal; as much of `beside` is left on them, so that nothing turns negative
 LEAK = 1e-5
@@ -33,7 +36,7 @@ class Axes:
 def principal_axes(basis: FoldBasis, *, n_fits: int = 1) -> Axes:
     """Of rows divided by the folds' average deviation; exact up to 128 features, then by subspace iteration.
 
-    Where a site has `n_fits` enough, all axes are found: passes saved in every fit repay them.
+    Where a site has `n_fits` enough, all axes are found: the passes saved in every fit repay them.
 
     Rows far out (five times the median length) count as if they were no farther: an outlier in one fold would otherwise
     be all that the axes of the others see.
@@ -44,7 +47,8 @@ def principal_axes(basis: FoldBasis, *, n_fits: int = 1) -> Axes:
     length = rows.square().sum(1).sqrt()
     rows *= (5 * length.median(1, keepdim=True).values / length).clamp(max=1.0).nan_to_num(1.0)[:, None]
     moments = rows @ rows.mT / rows.shape[2]
-    if width <= AXES or n_fits >= MANY * width:
+    n_rows = rows.shape[2]
+    if width <= AXES or (n_fits * n_rows >= MANY * width**2 and n_rows >= 2 * width):
         spectrum, vectors = torch.linalg.eigh(moments)
         rest = spectrum[:, 0]
     else:

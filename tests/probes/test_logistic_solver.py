@@ -289,9 +289,9 @@ def test_without_an_intercept_a_row_is_also_its_mirror_image(rows, width, standa
 
 
 def test_many_label_sets_of_wide_rows_are_the_same_fits() -> None:
-    features, labels, train = problem(200, 140, sites=1)
+    features, labels, train = problem(300, 140, sites=1)
     generator = torch.Generator().manual_seed(3)
-    many = torch.cat([labels, torch.rand(20, 200, generator=generator) > 0.5])
+    many = torch.cat([labels, torch.rand(20, 300, generator=generator) > 0.5])
     together = fit(features, many, train, [1e-3, 0.1])
     alone = fit(features, many[:1], train[:1], [0.1])
     assert together.converged.all()

@@ -50,9 +50,9 @@ def test_an_outlier_does_not_take_the_axes_over() -> None:
     torch.testing.assert_close(spoiled.spectrum[:, -11:-1], clean.spectrum[:, -11:-1], rtol=0.1, atol=0)
 
 
-@pytest.mark.parametrize("width", [70, 300])
+@pytest.mark.parametrize(("width", "n_fits"), [(70, 1), (300, 1), (300, 100)])
 @pytest.mark.parametrize("is_refreshed", [False, True])
-def test_it_is_near_the_inverse_hessian(width, is_refreshed) -> None:
+def test_it_is_near_the_inverse_hessian(width, n_fits, is_refreshed) -> None:
     basis, train = basis_of(width)
     weight, strength = train.float(), torch.tensor([1e-3, 0.1])[:, None, None]
     share = torch.full((2, 2, 3, 1500), 0.25)
@@ -60,7 +60,9 @@ def test_it_is_near_the_inverse_hessian(width, is_refreshed) -> None:
         share[..., ::2] = 1e-3
     curvature = weight * share
     ridge = basis.ridge[:, None].float()
-    lower = uniform(principal_axes(basis), weight=weight, ridge=ridge, strength=strength)
+    axes = principal_axes(basis, n_fits=n_fits)
+    assert axes.axes.shape[2] == (129 if (width, n_fits) == (300, 1) else width + 1)
+    lower = uniform(axes, weight=weight, ridge=ridge, strength=strength)
     if is_refreshed:
         lower = refreshed(lower, basis.single, strength=strength, curvature=curvature)
     rows = basis.single[:, None, None].double()
@@ -77,7 +79,7 @@ def test_it_is_near_the_inverse_hessian(width, is_refreshed) -> None:
     plain = torch.linalg.eigvalsh(hessian)
     assert (values.amin(-1) > 0).all()
     condition, before = values.amax(-1) / values.amin(-1), plain.amax(-1) / plain.amin(-1)
-    assert (condition < (2.5 if width == 70 else 15)).all(), condition
+    assert (condition < {(70, 1): 2.5, (300, 1): 15, (300, 100): 6}[width, n_fits]).all(), condition
     assert (condition[:, 1] < before[:, 1] / 25).all()
 
 
