@@ -122,9 +122,8 @@ class StreamingRidge(RegressorMixin, BaseEstimator):
             self._is_single = y.ndim == 1
             self.moments_ = Moments.empty(1, X.shape[1], 1 if y.ndim == 1 else y.shape[1])
         elif (y.ndim == 1) != self._is_single:
-            raise ValueError(
-                f"y has shape {y.shape}; earlier shards had {'one number' if self._is_single else 'rows'}."
-            )
+            earlier = "one number" if self._is_single else "several numbers"
+            raise ValueError(f"y has shape {y.shape}; rows of earlier shards had {earlier} each.")
         targets = torch.from_numpy(y.reshape(len(y), -1).astype(np.float64))
         rows = torch.from_numpy(np.require(X, requirements=["C", "W"]))[None]
         self.moments_.update(rows, targets, weights=torch.from_numpy(weight))

@@ -13,7 +13,7 @@ def test_scikit_learns_contract(estimator, check) -> None:
     check(estimator)
 
 
-def data(rows=3000, width=10, outputs=2, seed=0):
+def data(rows=1200, width=10, outputs=2, seed=0):
     rng = np.random.default_rng(seed)
     X = rng.normal(size=(rows, width)) * np.logspace(-1, 1, width) + 30
     return X, X @ rng.normal(size=(width, outputs)) + rng.normal(size=(rows, outputs)) + 100
@@ -43,7 +43,7 @@ def test_forgetting_weighs_rows_by_age(size) -> None:
     batch = Ridge(alpha=2.5 * 0.99**400, solver="svd").fit(X, y, sample_weight=weight)
     np.testing.assert_allclose(probe.coef_, batch.coef_.reshape(1, -1), rtol=1e-7)
     changed = RecursiveLeastSquares(1.0, forgetting=0.95).fit(X, y[:, 0]).partial_fit(X, -y[:, 0])
-    np.testing.assert_allclose(changed.coef_, -Ridge(alpha=1e-9).fit(X, y[:, 0]).coef_, atol=0.5)
+    assert changed.score(X, -y[:, 0]) > 0.5 > RecursiveLeastSquares().fit(X, y[:, 0]).score(X, -y[:, 0])
 
 
 def test_bad_input_says_what_to_do() -> None:
