@@ -7,7 +7,8 @@ control, erasures of as many random directions at the same sites about the same 
 dimensions costs.
 
 Beware: random directions of a stream hold little of its variance, so the control's edits are smaller; `moved` (mean
-norm of the deltas) says how much smaller. An edit acts at every position, the first token included.
+norm of the deltas) says how much smaller. An edit acts at every position; a first token that is an attention sink lies
+far from all rows an eraser is fitted on and is moved far (`spare_first` leaves it as it is).
 """
 
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ def amnesic(
     edits: Mapping[str | Site, Any],
     *,
     controls: int = 3,
+    spare_first: bool = False,
     seed: int = 0,
     **encoding: Any,
 ) -> pd.DataFrame:
@@ -51,6 +53,7 @@ def amnesic(
         texts: strings, message lists or token ids, as `capture` takes them; two tokens or more each.
         edits: by site, erasures: `eraser.edit()`, or `Erasures.edits(sites)`.
         controls: random erasures, each drawn anew.
+        spare_first: leave the first token of every text unedited.
         encoding: as of `encode_texts`.
 
     Returns one row each for "as it is", "erased" and "random 0", "random 1", ...: condition, loss (nats per predicted
@@ -80,7 +83,7 @@ def amnesic(
         conditions[f"random {number}"] = {site: _random_like(edit, generator) for site, edit in edits.items()}
     rows, clean = [], None
     for name, some in conditions.items():
-        losses, counts, moved = _losses(module, tokenizer, anatomy, list(encoded.rows), some)
+        losses, counts, moved = _losses(module, tokenizer, anatomy, list(encoded.rows), some, spare_first)
         clean = losses if clean is None else clean
         loss = float(losses.sum() / counts.sum())
         change = float((losses - clean).sum() / counts.sum())
@@ -108,6 +111,7 @@ def _losses(
     anatomy: Anatomy,
     rows: list[EncodedText],
     edits: Mapping[str | Site, Erasure],
+    spare_first: bool,
 ) -> tuple[Float64[Tensor, " text"], Float64[Tensor, " text"], float]:
     """Sum of losses and number of predicted tokens of every text, and the mean norm of the deltas."""
     losses, counts = (torch.zeros(len(rows), dtype=torch.float64) for _ in range(2))
@@ -121,6 +125,8 @@ def _losses(
         def measured(edit: Erasure, mask: Tensor = mask) -> Any:
             def delta_of(value: Tensor) -> Tensor:
                 delta = edit(value)
+                if spare_first:
+                    delta[torch.arange(len(delta)), mask.long().argmax(1).to(delta.device)] = 0
                 norms.append(float(delta[mask.to(delta.device)].double().norm(dim=-1).mean()))
                 return delta
 

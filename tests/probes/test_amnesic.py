@@ -51,6 +51,15 @@ def test_a_direction_that_is_nowhere_costs_nothing_and_all_of_them_much(tiny) ->
     np.testing.assert_allclose(everything["loss"][1:], everything["loss"][1], rtol=1e-4)
 
 
+def test_the_first_token_can_be_spared(tiny) -> None:
+    model, edits = tiny("llama"), {"resid_post.1": directions(5)}
+    texts = [[7, 8], [11, 6, 90]]  # of the first, only the first token predicts
+    both = amnesic(model, texts[:1], edits, controls=0), amnesic(model, texts[:1], edits, controls=0, spare_first=True)
+    assert both[0].loc[1, "change"] != 0 == both[1].loc[1, "change"]
+    padded = amnesic(model, texts, edits, controls=0, spare_first=True)
+    assert padded.loc[1, "change"] != 0
+
+
 def test_erasers_of_heads_and_seeds(tiny) -> None:
     model = tiny("llama")
     ids = torch.randint(3, 120, (40, 6), generator=torch.Generator().manual_seed(0))
