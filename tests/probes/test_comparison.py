@@ -4,7 +4,8 @@ import pytest
 import torch
 from scipy.stats import kendalltau
 
-from microtome.probes.comparison import compare_scores, compare_sites, compare_sweeps
+from microtome.probes.bootstrap import bootstrap_accuracy
+from microtome.probes.comparison import _drawn_means, compare_scores, compare_sites, compare_sweeps
 from microtome.probes.metrics import fold_auroc, log_loss_bits
 from microtome.probes.rank_stability import _tau, rank_stability
 from microtome.probes.sweep import sweep
@@ -101,6 +102,13 @@ def test_sites_and_sweeps_are_matched_by_name():
         compare_sweeps(one, sweep(sites, positive, **options, seed=1))
     with pytest.raises(ValueError, match="share no site"):
         compare_sweeps(one, sweep({"attn_out.0": sites["resid_post.1"]}, positive, **options))
+
+
+def test_drawn_means_weigh_groups_by_their_rows():
+    right = torch.rand(3, 200, generator=torch.Generator().manual_seed(0)) < 0.7
+    groups = (torch.arange(200) ** 0.5).long()
+    drawn = _drawn_means(right.double(), groups, draws=50, seed=4)
+    torch.testing.assert_close(drawn.float(), bootstrap_accuracy(right, groups, draws=50, seed=4))
 
 
 def test_tau_is_scipys():

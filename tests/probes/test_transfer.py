@@ -6,7 +6,8 @@ from sklearn.metrics import roc_auc_score
 
 from microtome.probes.hardness import gap_recovered, hardness_strata
 from microtome.probes.metrics import fold_auroc
-from microtome.probes.transfer import _source_scores, transfer
+from microtome.probes.transfer import transfer
+from microtome.probes.transfer_fits import source_scores
 
 FEW = {"folds": 3, "inner_folds": 3, "bootstraps": 100}
 STRENGTHS = (0.01, 0.1, 1.0)
@@ -116,7 +117,7 @@ def test_the_strength_is_chosen_on_inner_rows_of_the_source(case):
     own = np.flatnonzero((domain == "a") & ~rows)
     train = np.zeros((1, 3, 240), dtype=bool)
     train[0, :, own] = np.stack([own % 2 == 0, own % 2 == 1, np.ones(len(own), dtype=bool)], axis=1)
-    _, inner_loss = _source_scores(
+    _, inner_loss = source_scores(
         torch.from_numpy(x[None]),
         torch.from_numpy(positive[None]),
         torch.from_numpy(rows[None]),
