@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from microtome.probes.fold_basis import FoldBasis
-from microtome.probes.newton_cg import open_block, within
+from microtome.probes.open_fits import open_block, within
 from microtome.probes.preconditioner import Axes, Preconditioner, refreshed, uniform
 
 LOOSEST = 0.3  # accuracy of the Newton equation

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from microtome.probes.fold_basis import fold_basis, fold_moments
 from microtome.probes.logistic_fits import MultinomialFits
-from microtome.probes.logistic_solver import LARGE, WIDE, ConvergenceWarning, check_problem
+from microtome.probes.logistic_solver import LARGE, WIDE, ConvergenceWarning
 from microtome.probes.multinomial_newton import ClassTasks, minimise
 from microtome.probes.preconditioner import principal_axes
+from microtome.probes.problem_checks import check_problem
 from microtome.probes.site_threads import side_by_side
 
 

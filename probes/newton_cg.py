@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from microtome.probes.fold_basis import FoldBasis
+from microtome.probes.open_fits import open_block, within
 from microtome.probes.preconditioner import Axes, Preconditioner, passes_before_refreshing, refreshed, uniform
 
 MAX_CUTS = 20  # of a step that overshoots
@@ -292,25 +293,6 @@ def _newton_direction(rows: Tensor, ridge: Tensor, curvature: Tensor, slope: Ten
     # the intercept has no penalty: when every row is far from the boundary its curvature underflows
     hessian.diagonal().add_(ridge + 1e-12)
     return -torch.cholesky_solve(slope[:, None], torch.linalg.cholesky(hessian))[:, 0]
-
-
-def open_block(is_open: Tensor) -> tuple[Tensor, slice] | None:
-    """Sites with open fits, and strengths from the first that has one; None if that is the whole block.
-
-    Rows are copied when sites leave, so they leave once half of them are done.
-    """
-    sites = is_open.any(-1).any(-1).nonzero()[:, 0]
-    if len(sites) > len(is_open) / 2:
-        sites = torch.arange(len(is_open), device=is_open.device)
-    first = int((~is_open.any(-1).any(0)).long().cumprod(0).sum())
-    if first == 0 and len(sites) == len(is_open):
-        return None
-    return sites, slice(first, None)
-
-
-def within(here: tuple[Tensor, slice], keep: tuple[Tensor, slice]) -> tuple[Tensor, slice]:
-    """`keep` counts inside the block `here`; the same counted in the whole grid."""
-    return here[0][keep[0]], slice(here[1].start + keep[1].start, None)
 
 
 def _times(

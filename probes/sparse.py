@@ -115,23 +115,20 @@ def _filter_scores(
     *,
     is_scaled: bool,
 ) -> Float64[Tensor, "site labelling mask feature"]:
-    """|μ_1 - μ_0|, over the pooled deviation within the classes if scaled."""
+    """|μ_1 - μ_0| times what all features share, over the deviation if scaled: the order of the F statistic.
+
+    With shares p and q of the classes, μ_1 lies q (μ_1 - μ_0) from the mean of all; and F grows with |μ_1 - μ_0| over
+    the deviation of all rows as it does with that over the deviation within the classes.
+    """
     rows = features.double()
     mean, deviation = fold_moments(rows.mT, train)
     scores = []
     for mask, centre, spread in zip(train, mean.unbind(1), deviation.unbind(1), strict=True):
         positive = (labellings & mask).double()
-        n_positive, n_train = positive.sum(1)[:, None], mask.sum()
-        # about the mean of both classes, μ_1 lies (n_0/n)(μ_1 - μ_0) to one side; rows outside the mask add 0
-        offset = (positive / n_positive) @ (rows - centre[:, None])
-        difference = torch.where(spread[:, None] > 0, offset.abs() * n_train / (n_train - n_positive), 0.0)
-        if is_scaled:
-            share = n_positive / n_train
-            within = spread[:, None].square() - share * (1 - share) * difference.square()
-            # what rounding leaves of a feature that tells all comes first all the same
-            within = within.maximum(1e-14 * spread[:, None].square())
-            difference = torch.where(within > 0, difference / within.sqrt(), 0.0)
-        scores.append(difference)
+        # rows outside the mask add 0
+        offset = ((positive / positive.sum(1, keepdim=True)) @ (rows - centre[:, None])).abs()
+        unit = spread[:, None] if is_scaled else 1.0
+        scores.append(torch.where(spread[:, None] > 0, offset / unit, 0.0))
     return torch.stack(scores, 2)
 
 

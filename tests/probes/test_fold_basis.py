@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from microtome.probes.fold_basis import fold_basis, fold_moments
+from microtome.probes.fold_basis import fold_basis, fold_moments, fold_moments_about_zero
 
 
 @pytest.fixture
@@ -25,6 +25,21 @@ def test_moments_are_those_of_the_training_rows(rows, train) -> None:
     for fold, mask in enumerate(train):
         torch.testing.assert_close(mean[:, fold], rows[:, mask].mean(1), rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(deviation[:, fold], rows[:, mask].std(1, correction=0), rtol=1e-12, atol=0)
+
+
+def test_moments_about_zero_are_root_mean_squares_of_the_training_rows(rows, train) -> None:
+    mean, deviation = fold_moments_about_zero(rows.mT, train)
+    assert (mean == 0).all()
+    for fold, mask in enumerate(train):
+        torch.testing.assert_close(deviation[:, fold], rows[:, mask].square().mean(1).sqrt(), rtol=1e-12, atol=0)
+
+
+def test_without_an_intercept_the_rows_keep_their_origin(rows, train) -> None:
+    basis = fold_basis(rows, train, intercept=False)
+    torch.testing.assert_close(basis.double[:, :70], rows.mT / basis.unit[..., None])
+    assert (basis.double[:, 70:] == 0).all()
+    assert (basis.centre == 0).all()
+    assert (basis.ridge[..., 70] > 0).all()
 
 
 def test_moments_of_a_fold_know_no_other_row_to_the_bit(rows, train) -> None:
