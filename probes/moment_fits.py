@@ -38,7 +38,7 @@ from microtome.probes.site_threads import side_by_side
 
 DEFAULT_STRENGTHS = tuple(10 ** (-4 + 0.75 * step) for step in range(9))
 _SITES_BYTES = 2**27  # moments and scores of the sites fitted together
-_SCORED_BYTES = 2**25  # float64 rows scored at a time
+_SCORED_BYTES = 2**26  # float64 rows scored at a time
 
 Chunks = Callable[[], Iterator[Float[Tensor, "site some feature"]]]
 

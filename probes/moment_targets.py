@@ -53,7 +53,9 @@ class MomentTargets:
         else:
             labels, classes = labellings, int(labellings.max()) + 1
             values = torch.nn.functional.one_hot(labels.T, classes).double().flatten(1)
-        cell = test.to(torch.int64).argmax(dim=0)
+        cell = torch.zeros(test.shape[1], dtype=torch.int64)
+        for fold, rows in enumerate(test):
+            cell[rows] = fold
         kept, weight = _selection_rows(cell if is_number else cell + len(test) * labels[0])
         return cls(labels, values, classes, is_number, cell, len(test), kept, weight)
 
