@@ -45,6 +45,15 @@ def test_exchanging_the_sides_changes_nothing() -> None:
     torch.testing.assert_close(exchanged.scores(theirs, ours), -fits.scores(ours, theirs), atol=1e-3, rtol=0)
 
 
+def test_labels_outside_the_fold_do_not_fix_the_sign() -> None:
+    ours, theirs, truth = pairs()
+    train = torch.arange(300)[None] < 60
+    fits = fit_ccs(ours, theirs, train, truth, **QUICK)
+    labels = truth.clone()
+    labels[60:] = ~labels[60:]
+    torch.testing.assert_close(fit_ccs(ours, theirs, train, labels, **QUICK).sign, fits.sign)
+
+
 def test_random_labels_score_at_chance() -> None:
     ours, theirs, _ = pairs(n_sites=6, n_pairs=400)
     labels = torch.rand(400, generator=torch.Generator().manual_seed(9)) > 0.5

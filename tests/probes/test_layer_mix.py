@@ -39,14 +39,15 @@ def test_one_informative_layer_takes_the_weight(informative: int, normalize: boo
 
 
 def test_shares_are_weights_times_the_mean_norm_of_training_rows() -> None:
-    features, positive = planted(n_rows=80)
-    train = torch.arange(80)[None] < 60
-    fits = fit_layer_mix(features, positive[None], train, strength=0.01)
-    entering = fits.weights[0, 0] * features[:, :60].norm(dim=-1).mean(1)
-    torch.testing.assert_close(fits.shares[0, 0], entering / entering.sum())
-    assert not torch.allclose(fits.shares, fits.weights, atol=0.01)
-    normalized = fit_layer_mix(features, positive[None], train, strength=0.01, normalize=True)
-    torch.testing.assert_close(normalized.shares, normalized.weights, atol=1e-4, rtol=0)
+    features, positive = planted()
+    # the same layer twice, once far from the origin: alike to the probe, not in norm
+    twice = torch.stack([features[2], features[2] + 40])
+    train = torch.arange(400)[None] < 300
+    fits = fit_layer_mix(twice, positive[None], train)
+    torch.testing.assert_close(fits.weights[0, 0], torch.tensor([0.5, 0.5], dtype=torch.float64))
+    norms = twice[:, :300].norm(dim=-1).mean(1)
+    torch.testing.assert_close(fits.shares[0, 0], norms / norms.sum())
+    assert fits.shares[0, 0, 1] > 0.7
 
 
 def test_one_layer_is_logistic_regression() -> None:
