@@ -17,13 +17,12 @@ which is 0 in the mean for right confidences that are equal within a bin, and be
 intercept of the logistic regression of y on the logit z (1 and 0 if right; a slope below 1: too sure) need no bins.
 """
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 
-from microtome.probes.metrics import average_ranks, log_loss_bits, refuse_nan
+from microtome.probes.metrics import average_ranks, class_loss_bits, log_loss_bits, refuse_nan
 from microtome.probes.temperature import as_classes, fitted_temperature, temperature_scaled
 
 BINS = 15
@@ -216,13 +215,10 @@ def calibration_table(
         confidence, right = stated(scaled, labels)
         table["ece_scaled"] = calibration_error(confidence, right, **options)
         table["ece_floor_scaled"] = calibration_floor(confidence, **options, draws=draws, seed=seed)
-        table["bits_scaled"] = log_loss_bits(scaled, labels) if is_binary else _class_bits(scaled, labels)
+        table["bits_scaled"] = (
+            log_loss_bits(scaled, labels) if is_binary else class_loss_bits(scaled, labels).mean(dim=-1)
+        )
     return pd.DataFrame({name: column.numpy() for name, column in table.items()})
-
-
-def _class_bits(logits: Float[Tensor, "probe example class"], labels: Int64[Tensor, " example"]) -> Tensor:
-    at = labels.expand(logits.shape[:-1])[..., None]
-    return -logits.double().log_softmax(dim=-1).gather(-1, at)[..., 0].mean(dim=-1) / np.log(2)
 
 
 def _bins(

@@ -27,10 +27,8 @@ from torch import Tensor
 
 from microtome.probes.direction_finders import Finder, find_directions
 from microtome.probes.folds import grouped_folds
-from microtome.probes.groups import group_codes
+from microtome.probes.labelled_rows import labelled_rows
 from microtome.probes.metrics import fold_auroc
-from microtome.probes.site_blocks import as_activations, site_blocks
-from microtome.probes.target import target_of
 
 MAX_REDRAWS = 100
 
@@ -84,8 +82,8 @@ def direction_table(
 
     Args:
         activations: Activations, or a mapping of names to arrays `[row, d]` or `[row, head, d]`.
-        labels: one of two values per row; the larger one is class 1.
-        groups: one key per row, or "rows": whole groups are held out and resampled.
+        labels: one of two values per row, or a column; the larger one is class 1.
+        groups: one key per row, a column, or "rows": whole groups are held out and resampled.
         finders: names of `direction_finders`; None for all. "pca_difference" uses `pairs` where given.
         own: further finders (`find_directions` says what they are), such as CCS where there are pairs.
         pairs: `[pair, 2]` rows of class 0 and class 1 that belong together, both of one group.
@@ -94,10 +92,8 @@ def direction_table(
     Raises ValueError for other labels than two values, groups and folds that cannot be, pairs across groups or out of
     range, and what `find_directions` and `site_blocks` refuse.
     """
-    activations = as_activations(activations)
-    n_rows = activations.n_rows
-    positive = target_of(labels, n_rows=n_rows, kind="binary").values
-    codes = group_codes(groups, n_rows=n_rows)
+    data = labelled_rows(activations, labels, groups=groups, sites=sites, target="binary")
+    n_rows, positive, codes = len(data.rows), data.target.values, data.groups
     pairs = None if pairs is None else _checked_pairs(pairs, codes, n_rows)
     test = torch.from_numpy(grouped_folds(positive.numpy().astype(np.int64), codes, folds=folds, seed=seed))
     names = None if finders is None else tuple(finders)
@@ -114,7 +110,7 @@ def direction_table(
         )
 
     pair_rows, finder_rows, directions = [], [], {}
-    for block in site_blocks(activations, sites):
+    for block in data.blocks:
         features = block.features.double()
         whole = fitted(features, torch.arange(n_rows), 0)
         found = list(whole)

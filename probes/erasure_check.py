@@ -20,13 +20,11 @@ from torch import Tensor
 
 from microtome.probes.erasure_maps import Erasures
 from microtome.probes.folds import grouped_folds
-from microtome.probes.groups import group_codes
 from microtome.probes.inlp import inlp
+from microtome.probes.labelled_rows import labelled_rows
 from microtome.probes.leace import leace, one_hot
 from microtome.probes.logistic_solver import fit_logistic
 from microtome.probes.metrics import fold_auroc
-from microtome.probes.site_blocks import as_activations, site_blocks
-from microtome.probes.target import target_of
 
 CONSTANT = 1e-6  # spread of scores, in logits
 
@@ -58,14 +56,13 @@ def erased_sweep_check(
     """
     if method not in ("leace", "inlp"):
         raise ValueError(f"method={method!r}; give 'leace' or 'inlp'.")
-    activations = as_activations(activations)
-    target = target_of(labels, n_rows=activations.n_rows, kind="binary")
-    codes = group_codes(groups, n_rows=activations.n_rows)
+    data = labelled_rows(activations, labels, groups=groups, sites=sites, target="binary")
+    target, codes = data.target, data.groups
     test = grouped_folds(target.codes, codes, folds=folds, seed=seed)
     halves = _halves(test, target.codes, codes, seed)
     positive = target.values
     lines = []
-    for block in site_blocks(activations, sites):
+    for block in data.blocks:
         features = block.features.double()
         strength = 1 / block.width if C is None else float(C)
         before = _held_out(features, positive, torch.from_numpy(test), strength)

@@ -25,6 +25,7 @@ class LabelledRows:
     rows: pd.DataFrame
     target: Target
     groups: Int64[np.ndarray, " example"]  # numbered 0..n_groups-1
+    texts: pd.Series | None  # by which equal rows were looked for: strings or token ids
     blocks: tuple[SiteBlock, ...]
 
     @property
@@ -62,23 +63,28 @@ def labelled_rows(
     activations = as_activations(activations)
     rows = activations.rows
     made = target_of(column_of(labels, rows, "labels"), n_rows=len(rows), kind=target)
-    if not (isinstance(groups, str) and groups == ROWS):
-        groups = column_of(groups, rows, "groups")
+    groups = column_of(groups, rows, "groups")
     if texts is None:
         texts = next((rows[name] for name in ("string", "token_ids") if name in rows), None)
     if "text" in rows and "text" not in (entities or {}):  # rows of one text, whatever it says
         entities = {**(entities or {}), "text": rows["text"]}
+    texts = None if texts is None else pd.Series(list(texts))
     codes = group_codes(groups, n_rows=len(rows), texts=texts, entities=entities)
-    return LabelledRows(rows=rows, target=made, groups=codes, blocks=tuple(site_blocks(activations, sites)))
+    blocks = tuple(site_blocks(activations, sites))
+    return LabelledRows(rows=rows, target=made, groups=codes, texts=texts, blocks=blocks)
 
 
 def column_of(values, rows: pd.DataFrame, name: str):
-    """The column of that name, or the values as they are. Raises KeyError for a name that is no column."""
-    if not isinstance(values, str):
+    """The column of that name, or the values as they are; "rows" stays what it says of groups.
+
+    Raises KeyError for a name that is no column.
+    """
+    if not isinstance(values, str) or (name == "groups" and values == ROWS):
         return values
     if values not in rows:
+        hint = ' or "rows"' if name == "groups" else ""
         raise KeyError(
-            f"{name}={values!r} is no column of activations.rows, which has {list(rows)}. Name one of them, or pass "
-            "one value per row."
+            f"{name}={values!r} is no column of activations.rows, which has {list(rows)}. Name one of them{hint}, or "
+            "pass one value per row."
         )
     return rows[values]

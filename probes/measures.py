@@ -31,6 +31,7 @@ from microtome.probes.imbalance import average_precision, macro_f1
 from microtome.probes.metrics import (
     average_ranks,
     balanced_accuracy,
+    class_loss_bits,
     fold_auroc,
     log_loss_bits,
     refuse_nan,
@@ -125,15 +126,6 @@ def right(
     """Whether the answer is right: the sign of a logit, or the class of the largest one."""
     refuse_nan(scores)
     return (scores > 0) == truth if kind == "binary" else scores.argmax(dim=-1) == truth
-
-
-def class_loss_bits(
-    logits: Float64[Tensor, "*probe example output"], codes: Int64[Tensor, "*#probe example"]
-) -> Float64[Tensor, "*probe example"]:
-    """-log2 of the softmax probability of each row's class."""
-    refuse_nan(logits)
-    chosen = logits.gather(-1, codes.expand(logits.shape[:-1])[..., None])[..., 0]
-    return (logits.logsumexp(dim=-1) - chosen) / math.log(2)
 
 
 def squared_errors(

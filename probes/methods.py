@@ -52,7 +52,7 @@ class ProbeMethod:
         """Raise ValueError for too few outer folds: probes from moments choose strengths on the other outer folds."""
         if folds < 3 and self.fits_of_chunks is not None:
             raise ValueError(
-                f"folds={folds}: the inner folds of a {self.name} probe are the other outer ones, so it needs 3 or more."
+                f"folds={folds}: inner folds of a {self.name} probe are the other outer ones, so it needs 3 or more."
             )
 
 

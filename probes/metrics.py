@@ -11,7 +11,7 @@ Beware: scores of different folds come from different fits, so pooling them befo
 import math
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 
@@ -95,6 +95,16 @@ def logit_loss_bits(
     refuse_nan(logits)
     signed = torch.where(positive, -logits, logits).to(torch.float64)
     return torch.nn.functional.softplus(signed, threshold=40) / math.log(2)
+
+
+def class_loss_bits(
+    logits: Float[Tensor, "*probe example output"], codes: Int64[Tensor, "*#probe example"]
+) -> Float64[Tensor, "*probe example"]:
+    """-log2 of the softmax probability of each row's class, in bits; log2 K where all logits are the same."""
+    refuse_nan(logits)
+    logits = logits.to(torch.float64)
+    chosen = logits.gather(-1, codes.expand(logits.shape[:-1])[..., None])[..., 0]
+    return (logits.logsumexp(dim=-1) - chosen) / math.log(2)
 
 
 def majority_rate(positive: Bool[Tensor, " example"]) -> float:

@@ -3,15 +3,13 @@
 Losses are -log2 softmax(z)_y in bits per row; a probe that answers the class shares costs their entropy.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from microtome.probes.metrics import refuse_nan
+from microtome.probes.metrics import class_loss_bits
 from microtome.probes.multinomial_solver import fit_multinomial
 from microtome.probes.nested_fit import NestedFit, nested_search
 
@@ -39,14 +37,9 @@ def multinomial_fits(
         )
 
     return nested_search(
-        features, labellings, test, nested, strengths, solve=solve, loss=class_loss_bits, class_weight=class_weight
+        features, labellings, test, nested, strengths, solve=solve, loss=_loss, class_weight=class_weight
     )
 
 
-def class_loss_bits(
-    logits: Float[Tensor, "*probe class example"], codes: Int64[Tensor, "*#probe example"]
-) -> Float64[Tensor, "*probe example"]:
-    """-log2 softmax(logits) of each row's class."""
-    refuse_nan(logits)
-    bits = torch.log_softmax(logits.double(), -2) / -math.log(2)
-    return bits.gather(-2, codes.expand(*logits.shape[:-2], -1)[..., None, :])[..., 0, :]
+def _loss(logits: Float[Tensor, "*probe class example"], codes: Int64[Tensor, "*#probe example"]) -> Tensor:
+    return class_loss_bits(logits.movedim(-2, -1), codes)

@@ -40,16 +40,15 @@ from microtome.capture.sites import Site
 from microtome.probes.bootstrap import bootstrap_auroc, cross_validation_stretch, percentile_intervals
 from microtome.probes.control_task import control_task, coverage
 from microtome.probes.folds import grouped_folds, nested_folds
-from microtome.probes.groups import ROWS, group_codes
+from microtome.probes.labelled_rows import column_of, labelled_rows
 from microtome.probes.metrics import fold_auroc, log_loss_bits
 from microtome.probes.mlp_nested import mlp_nested_fits
 from microtome.probes.mlp_networks import MlpSettings
 from microtome.probes.nested_fit import nested_fits
 from microtome.probes.paired_swap import SwapNull, paired_swap
-from microtome.probes.permutation import group_permutations
+from microtome.probes.permutation import shuffled_control
 from microtome.probes.pooling import last_rows, pool_last
-from microtome.probes.site_blocks import as_activations, site_blocks
-from microtome.probes.target import target_of
+from microtome.probes.site_blocks import as_activations
 
 _SHUFFLES_TRIED = 100
 _SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solvers
@@ -129,25 +128,27 @@ def nonlinear_gain(
     settings = settings or MlpSettings()
     activations = as_activations(activations)
     columns = {"labels": labels, "groups": groups, "types": types}
-    columns = {name: _column(values, activations.rows, name) for name, values in columns.items()}
+    columns = {name: column_of(values, activations.rows, name) for name, values in columns.items()}
     if pool is not None:
         activations, columns = _pooled(activations, columns, sites, 1 if pool == "last" else pool)
         sites = None
-    rows = activations.rows
-    target = target_of(columns["labels"], n_rows=len(rows), kind="binary")
-    if texts is None:
-        texts = next((rows[name] for name in ("string", "token_ids") if name in rows), None)
-    if "text" not in (entities or {}):
-        entities = {**(entities or {}), "text": rows["text"]}
-    codes = group_codes(columns["groups"], n_rows=len(rows), texts=texts, entities=entities)
-    blocks = site_blocks(activations, sites)
+    data = labelled_rows(
+        activations,
+        columns["labels"],
+        groups=columns["groups"],
+        sites=sites,
+        target="binary",
+        texts=texts,
+        entities=entities,
+    )
+    rows, target, codes, blocks = data.rows, data.target, data.groups, data.blocks
 
     seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(6)]
     test = grouped_folds(target.codes, codes, folds=folds, seed=seeds[0])
     nested = nested_folds(target.codes, codes, test, folds=inner_folds, seed=seeds[0])
     train = np.concatenate([~test, (~test[:, None] & ~nested).reshape(-1, len(rows))])
     positive = target.values.numpy()
-    labellings = [positive, _shuffled(positive, codes, test, train, seed=seeds[1])]
+    labellings = [positive, shuffled_control(positive, codes, test, train, seed=seeds[1])]
     if columns["types"] is not None:
         labellings.append(control_task(columns["types"], positive, seed=seeds[2], train=train))
     labelled, tests = torch.from_numpy(np.stack(labellings)), torch.from_numpy(test)
@@ -245,30 +246,6 @@ def _table(
             auroc = fold_auroc(values[:, number], labellings[number], test)
             table |= {f"{name}_{control}": auroc.numpy(), f"{name}_{selectivity}": (reached - auroc).numpy()}
     return pd.DataFrame(table)
-
-
-def _shuffled(positive, groups, test, train, *, seed: int) -> Bool[np.ndarray, " example"]:
-    """The first of 100 shuffles of the labels, group by group, under which every training mask holds both classes."""
-    for shuffle in group_permutations(positive, groups, test, permutations=_SHUFFLES_TRIED, seed=seed):
-        held = train @ shuffle.astype(np.float32)
-        if ((held > 0) & (held < train.sum(1))).all():
-            return shuffle
-    raise ValueError(
-        f"Each of {_SHUFFLES_TRIED} shuffles of the labels leaves a training fold with one class, so there is no "
-        "shuffled-label control. Too few groups carry one of the classes: add groups, or ask for fewer folds."
-    )
-
-
-def _column(values, rows: pd.DataFrame, name: str):
-    if not isinstance(values, str) or (name == "groups" and values == ROWS):
-        return values
-    if values not in rows:
-        hint = ' or "rows"' if name == "groups" else ""
-        raise KeyError(
-            f"{name}={values!r} is no column of activations.rows, which has {list(rows)}. Name one of them{hint}, or "
-            "pass one value per row."
-        )
-    return rows[values]
 
 
 def _pooled(activations: Activations, columns: dict, sites: Iterable | None, tokens: int) -> tuple[Activations, dict]:

@@ -42,6 +42,7 @@ RIDGE = 1.0
 _FEWEST_ARRANGEMENTS = 20
 _FEWEST_EXCHANGED = 5  # groups of one label and size that are fewer are rare
 _MOST_RARE = 0.1  # share of a fold's rows in rare groups from which they exchange with other sizes
+_SHUFFLES_TRIED, _SHUFFLES_AT_ONCE = 100, 10
 _CHUNK_BYTES = 2**23  # scores of one chunk of sites stay near the cache
 
 
@@ -93,6 +94,34 @@ def group_permutations(
         moved = rng.permuted(np.tile(label, (permutations, 1)), axis=1)
         shuffled[:, np.concatenate(members)] = np.repeat(moved, [len(rows) for rows in members], axis=1)
     return shuffled
+
+
+def shuffled_control(
+    labels: Shaped[np.ndarray, " example"],
+    groups: Int64[np.ndarray, " example"],
+    test: Bool[np.ndarray, "fold example"],
+    train: Bool[np.ndarray, "mask example"],
+    *,
+    seed: int,
+) -> Shaped[np.ndarray, " example"]:
+    """The first of 100 shuffles of `group_permutations` under which every training mask holds every class.
+
+    Numbers (float64) have no classes, and the first shuffle does. Raises ValueError if none does, and as
+    `group_permutations`.
+    """
+    for start in range(0, _SHUFFLES_TRIED, _SHUFFLES_AT_ONCE):
+        shuffles = group_permutations(labels, groups, test, permutations=_SHUFFLES_AT_ONCE, seed=seed + start)
+        for shuffle in shuffles:
+            if labels.dtype == np.float64 or _holds_every_class(shuffle, train):
+                return shuffle
+    raise ValueError(
+        f"Each of {_SHUFFLES_TRIED} shuffles of the labels leaves a training fold without a class, so there is no "
+        "shuffled-label control. Too few groups carry one of the classes: add groups, or ask for fewer folds."
+    )
+
+
+def _holds_every_class(labels: np.ndarray, masks: Bool[np.ndarray, "mask example"]) -> bool:
+    return all((masks & (labels == code)).any(axis=1).all() for code in np.unique(labels))
 
 
 def ridge_auroc(

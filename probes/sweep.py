@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Bool
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -36,21 +36,21 @@ from microtome.data.provenance import environment
 from microtome.probes.baselines import baselines as text_baselines
 from microtome.probes.control_task import control_task, coverage
 from microtome.probes.folds import grouped_folds, nested_folds
-from microtome.probes.groups import ROWS, group_codes
+from microtome.probes.groups import ROWS
+from microtome.probes.labelled_rows import column_of, labelled_rows
 from microtome.probes.measures import Resampling
 from microtome.probes.methods import ProbeMethod, probe_method
 from microtome.probes.nested_fit import NestedFit
-from microtome.probes.permutation import RIDGE, best_site_null, group_permutations, ridge_statistic
-from microtome.probes.site_blocks import SiteBlock, as_activations, site_blocks
+from microtome.probes.permutation import RIDGE, best_site_null, group_permutations, ridge_statistic, shuffled_control
+from microtome.probes.site_blocks import SiteBlock, as_activations
 from microtome.probes.sweep_checkpoint import SweepCheckpoint
 from microtome.probes.sweep_result import Sweep
 from microtome.probes.sweep_table import baseline_table, selected_site, sweep_table
-from microtome.probes.target import Kind, Target, target_of
+from microtome.probes.target import Kind, Target
 
 FEWEST_PERMUTATIONS = 20
 FEWEST_BOOTSTRAPS = 100
 LEAST_COVERAGE = 0.5  # share of test rows whose token some training row has, from which the control task is made
-_SHUFFLES_TRIED, _SHUFFLES_AT_ONCE = 100, 10
 _SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solver
 
 
@@ -120,17 +120,10 @@ def sweep(
             f"permutations={permutations}: p is at least 1 / (permutations + 1), so fewer than {FEWEST_PERMUTATIONS} "
             "never reach 0.05. Give more, or 0 for no null."
         )
-    wanted = target_of(_column(labels, rows, "labels"), n_rows=len(rows), kind=target)
+    data = labelled_rows(activations, labels, groups=groups, sites=sites, target=target, texts=texts, entities=entities)
+    wanted, codes, blocks = data.target, data.groups, list(data.blocks)
     method = probe_method(probe, wanted.kind, class_weight=class_weight)
     method.require(folds)
-    if not (isinstance(groups, str) and groups == ROWS):
-        groups = _column(groups, rows, "groups")
-    if texts is None:
-        texts = next((rows[name] for name in ("string", "token_ids") if name in rows), None)
-    if "text" in rows and "text" not in (entities or {}):  # rows of one text, whatever it says
-        entities = {**(entities or {}), "text": rows["text"]}
-    codes = group_codes(groups, n_rows=len(rows), texts=texts, entities=entities)
-    blocks = site_blocks(activations, sites)
     _refuse_too_large(blocks, method, permutations)
 
     seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(4)]
@@ -138,7 +131,7 @@ def sweep(
     nested = nested_folds(wanted.codes, codes, test, folds=inner_folds, seed=seeds[0])
     truth = wanted.values.numpy()
     masks = _training_masks(test, nested)
-    controls = [_control_labels(wanted, codes, test, masks, seed=seeds[1])]
+    controls = [shuffled_control(truth, codes, test, masks, seed=seeds[1])]
     task, task_facts = _control_task(types, rows, truth, test, masks, seed=seeds[1])
     controls += [] if task is None else [task]
     shuffles = group_permutations(truth, codes, test, permutations=permutations, seed=seeds[2])
@@ -164,10 +157,9 @@ def sweep(
     resampling = Resampling(torch.from_numpy(codes), tests, draws=bootstraps, seed=seeds[3])
     table = sweep_table(probes, fits, labellings, wanted.kind, resampling, null)
     known: dict[str, NestedFit] = {}
-    if baselines and texts is not None:
-        strings = rows["string"] if "string" in rows and not _are_strings(texts) else texts
+    if baselines and (data.texts is not None or "token" in rows):
         known = text_baselines(
-            strings if _are_strings(strings) else None,
+            data.texts if data.texts is not None and _are_strings(data.texts) else None,
             labellings=labellings[:1],
             test=tests,
             nested=nested_tests,
@@ -191,8 +183,8 @@ def sweep(
         "data": {
             "rows": len(rows),
             "groups": int(codes.max()) + 1,
-            "rows_declared_independent": isinstance(groups, str),
-            "texts_checked": texts is not None,
+            "rows_declared_independent": isinstance(groups, str) and groups == ROWS,
+            "texts_checked": data.texts is not None,
             "control_task": task_facts,
             **_counts(wanted),
             "labels_sha256": _digest(truth),
@@ -320,7 +312,7 @@ def _control_task(
     is_default = isinstance(types, str) and types == "token"
     if types is None or (is_default and ("token" not in rows or rows["token"].nunique() < 2)):
         return None, {"made": False, "reason": "no types" if types is not None else "not wanted"}
-    keys = _column(types, rows, "types")
+    keys = column_of(types, rows, "types")
     share = coverage(keys, test)
     facts = {"types": int(pd.Series(np.asarray(keys)).nunique()), "coverage": share}
     if is_default and share < LEAST_COVERAGE:
@@ -335,43 +327,6 @@ def _control_task(
 
 def _are_strings(texts) -> bool:
     return all(isinstance(text, str) for text in texts)
-
-
-def _control_labels(
-    target: Target,
-    groups: Int64[np.ndarray, " example"],
-    test: Bool[np.ndarray, "fold example"],
-    train: Bool[np.ndarray, "mask example"],
-    *,
-    seed: int,
-) -> Shaped[np.ndarray, " example"]:
-    """The first of 100 shuffles under which every training mask holds every class."""
-    labels = target.values.numpy()
-    for start in range(0, _SHUFFLES_TRIED, _SHUFFLES_AT_ONCE):
-        shuffles = group_permutations(labels, groups, test, permutations=_SHUFFLES_AT_ONCE, seed=seed + start)
-        for shuffle in shuffles:
-            if target.kind == "numbers" or _holds_every_class(shuffle, train):
-                return shuffle
-    raise ValueError(
-        f"Each of {_SHUFFLES_TRIED} shuffles of the labels leaves a training fold without a class, so there is no "
-        "shuffled-label control. Too few groups carry one of the classes: add groups, or ask for fewer folds."
-    )
-
-
-def _holds_every_class(labels: np.ndarray, masks: Bool[np.ndarray, "mask example"]) -> bool:
-    return all((masks & (labels == code)).any(axis=1).all() for code in np.unique(labels))
-
-
-def _column(values, rows: pd.DataFrame, name: str):
-    if not isinstance(values, str):
-        return values
-    if values not in rows:
-        hint = ' or "rows"' if name == "groups" else ""
-        raise KeyError(
-            f"{name}={values!r} is no column of activations.rows, which has {list(rows)}. Name one of them{hint}, or "
-            "pass one value per row."
-        )
-    return rows[values]
 
 
 def _ascending(strengths: Sequence[float]) -> tuple[float, ...]:

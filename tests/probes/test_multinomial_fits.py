@@ -7,7 +7,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from microtome.probes.folds import grouped_folds, nested_folds
-from microtome.probes.multinomial_fits import class_loss_bits, multinomial_fits
+from microtome.probes.metrics import class_loss_bits
+from microtome.probes.multinomial_fits import multinomial_fits
 
 STRENGTHS = [0.003, 0.1, 3.0]
 
@@ -66,7 +67,7 @@ def test_shapes_and_what_the_labels_carry(case):
     assert fits[0].inner_loss.shape == (2, 3)
     assert fits[0].coefficients.shape == (3, 6)
     assert fits[0].intercept.shape == (3,)
-    loss = torch.stack([class_loss_bits(fit.scores.mT, case[1]).mean(1) for fit in fits])
+    loss = torch.stack([class_loss_bits(fit.scores, case[1]).mean(1) for fit in fits])
     assert loss[0, 0] < np.log2(3) - 0.2
     assert (loss[[0, 1, 1], [1, 0, 1]] > np.log2(3) - 0.05).all()
 
@@ -87,9 +88,9 @@ def test_corrupt_test_row_changes_no_other_score_of_its_fold(case):
 
 def test_class_loss_is_minus_log2_of_the_probability():
     logits = torch.tensor([[0.0, 1e5], [0.0, 0.0]])
-    torch.testing.assert_close(class_loss_bits(logits, torch.tensor([0, 0])), torch.tensor([1.0, 0.0]).double())
+    torch.testing.assert_close(class_loss_bits(logits.mT, torch.tensor([0, 0])), torch.tensor([1.0, 0.0]).double())
     with pytest.raises(ValueError, match="are NaN"):
-        class_loss_bits(logits * torch.nan, torch.tensor([0, 0]))
+        class_loss_bits(logits.mT * torch.nan, torch.tensor([0, 0]))
 
 
 def test_a_training_fold_without_a_class_is_named(case):
