@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from jaxtyping import Float64, Int64
 from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.covariance import ledoit_wolf_shrinkage
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
@@ -95,6 +94,8 @@ class LDAProbe(ClassifierMixin, BaseEstimator):
         means = (class_means(moments) - moments.mean[0, 0]) / scale
         apart = rows - means[torch.from_numpy(codes)]
         if self.shrinkage == "ledoit_wolf":
+            from sklearn.covariance import ledoit_wolf_shrinkage  # importing it draws random numbers
+
             return float(ledoit_wolf_shrinkage(apart.numpy(), assume_centered=True))
         loss = left_out_losses(rows, means, torch.from_numpy(codes), torch.tensor(SHRINKAGES, dtype=torch.float64))
         self.left_out_loss_ = loss.numpy()
