@@ -215,10 +215,12 @@ def calibration_table(
         confidence, right = stated(scaled, labels)
         table["ece_scaled"] = calibration_error(confidence, right, **options)
         table["ece_floor_scaled"] = calibration_floor(confidence, **options, draws=draws, seed=seed)
-        table["bits_scaled"] = (
-            log_loss_bits(scaled, labels) if is_binary else class_loss_bits(scaled, labels).mean(dim=-1)
-        )
+        table["bits_scaled"] = _bits(scaled, labels)
     return pd.DataFrame({name: column.numpy() for name, column in table.items()})
+
+
+def _bits(logits: Tensor, labels: Tensor) -> Float64[Tensor, " probe"]:
+    return log_loss_bits(logits, labels) if labels.dtype == torch.bool else class_loss_bits(logits, labels).mean(dim=-1)
 
 
 def _bins(

@@ -84,7 +84,7 @@ def test_sites_and_sweeps_are_matched_by_name():
     one = sweep(sites, positive, **options)
     noisy = {name: values + rng.normal(size=values.shape) for name, values in reversed(sites.items())}
     other = sweep(noisy | {"resid_post.9": sites["resid_post.0"]}, positive, **options)
-    rest = one.positive, one.groups, one.test
+    rest = one.truth, one.groups, one.test
     few = {"draws": 200, "permutations": 199}
     table = compare_sweeps(one, other, **few)
     assert table["site"].tolist() == list(sites)

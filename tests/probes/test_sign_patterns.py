@@ -1,5 +1,7 @@
 """Sign patterns and codes: bits against brute force, neighbours against scikit-learn, folds that keep groups whole."""
 
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -58,7 +60,7 @@ def test_redundancy_counts_rows_whose_code_was_there_before() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2**22])
 def test_neighbours_are_those_of_brute_force(monkeypatch, at_once: int) -> None:
-    monkeypatch.setattr("microtome.probes.sign_patterns._DISTANCES_AT_ONCE", at_once)
+    monkeypatch.setattr(sys.modules["microtome.probes.sign_patterns"], "_DISTANCES_AT_ONCE", at_once)
     codes = packed_codes(acts(), ["mlp_act.3"])
     bits = np.unpackbits(codes, axis=1)
     index, distance = hamming_neighbours(codes[:10], codes[10:], 9)

@@ -1,5 +1,7 @@
 """Moments over tokens: brute force, the contract, nothing learned from test texts, and what a mean cannot see."""
 
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -121,7 +123,7 @@ def test_heads_are_apart_and_texts_may_lie_anywhere() -> None:
 def test_chunks_of_tokens_change_nothing(monkeypatch) -> None:
     texts, y = planted(n_texts=6)
     whole = token_moments(as_acts(texts, y))["eeg.0"]
-    monkeypatch.setattr("microtome.probes.token_moments._VALUES_AT_ONCE", 1000)
+    monkeypatch.setattr(sys.modules["microtome.probes.token_moments"], "_VALUES_AT_ONCE", 1000)
     np.testing.assert_allclose(token_moments(as_acts(texts, y))["eeg.0"].numpy(), whole.numpy(), atol=1e-6)
 
 
