@@ -52,6 +52,7 @@ from microtome.probes.mlp_networks import MlpSettings as MlpSettings
 from microtome.probes.multinomial_solver import fit_multinomial as fit_multinomial
 from microtome.probes.noise_ceiling import NoiseCeiling as NoiseCeiling
 from microtome.probes.noise_ceiling import noise_ceiling as noise_ceiling
+from microtome.probes.noise_ceiling import noise_ceiling_of_means as noise_ceiling_of_means
 from microtome.probes.nonlinear_gain import NonlinearGain as NonlinearGain
 from microtome.probes.nonlinear_gain import nonlinear_gain as nonlinear_gain
 from microtome.probes.paired_differences import column_names as column_names
