@@ -190,9 +190,9 @@ def attention() -> None:
     print(int(plain.sum()), "of", len(table), "statements are plain")
     for name, values in features.items():
         some = Activations.from_arrays({"x": values}, rows=acts.rows)
-        found = sweep(some, "label", groups="group", probe="ridge", permutations=199, bootstraps=500, progress=False)
+        found = sweep(some, "label", groups="group", permutations=199, bootstraps=500, progress=False)
         show(
-            f"{name} ({values.shape[1]} features, ridge)",
+            f"{name} ({values.shape[1]} features)",
             found.table[["auroc", "auroc_low", "auroc_high", "control_auroc", "p_best_site"]],
         )
     by_head = sweep(weights, "label", groups="group", permutations=199, bootstraps=500, progress=False)

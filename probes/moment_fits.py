@@ -37,6 +37,7 @@ from microtome.probes.nested_fit import NestedFit
 from microtome.probes.site_threads import side_by_side
 
 DEFAULT_STRENGTHS = tuple(10 ** (-4 + 0.75 * step) for step in range(9))
+MOST_BYTES = 2**32  # of the moments of one site
 _SITES_BYTES = 2**27  # moments and scores of the sites fitted together
 _SCORED_BYTES = 2**26  # float64 rows scored at a time
 
@@ -66,6 +67,7 @@ def moment_fits(
     strength below 0 or 0 where it has no unique solution, numbers with another method than ridge, NaN or infinity.
     """
     n_rows, width = features.shape[1:]
+    _refuse_too_wide(width, len(test))
     columns = MomentTargets.of(labellings, test, method)
     n_strengths = len(_strengths(strengths, method))
     n_scores = min(n_rows, SELECTION_ROWS) * len(test) * n_strengths * columns.values.shape[1]
@@ -115,6 +117,15 @@ def moment_fits_of_chunks(
             )
         )
     return fits
+
+
+def _refuse_too_wide(width: int, folds: int) -> None:
+    if 8 * folds * width**2 > MOST_BYTES:
+        raise ValueError(
+            f"{width:,} features: the moments of {folds} folds take {8 * folds * width**2 / 1e9:.0f} GB, and more time "
+            'still. Probe heads or layers apart, take fewer features, or probe="logistic", which works in the span of '
+            "the rows."
+        )
 
 
 def _strengths(strengths: Sequence[float] | None, method: str) -> Float64[Tensor, " strength"]:

@@ -248,3 +248,10 @@ def test_bad_input_says_what_to_do():
     features[0, 5, 2] = torch.inf
     with pytest.raises(ValueError, match="has inf in feature 2"):
         moment_fits(features, labellings, test)
+
+
+def test_sites_too_wide_for_moments_are_refused_before_any_work() -> None:
+    features = torch.zeros(1, 12, 1).expand(1, 12, 20_000)
+    test = torch.arange(12) % 3 == torch.arange(3)[:, None]
+    with pytest.raises(ValueError, match=r"20,000 features: the moments of 3 folds take 10 GB.*probe=\"logistic\""):
+        moment_fits(features, (torch.arange(12) % 2 == 0)[None], test)
