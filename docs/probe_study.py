@@ -19,6 +19,7 @@ from microtome.capture import Activations, LoadedModel, Span, attention_features
 from microtome.data import load_data
 from microtome.data.sentiment import sentiment
 from microtome.probes import (
+    MlpSettings,
     compare_sites,
     control_task,
     description_length,
@@ -152,22 +153,18 @@ def directions() -> None:
 
 
 def gain() -> None:
-    """Network against linear probe at every head, the same tokens pooled."""
-    for name in ("sentiment", "cities"):
-        table = data(name)
-        acts = acts_of(load_model("smollm2"), table, ["z"], "last")
-        found = nonlinear_gain(
-            acts, "label", groups="group", types="token", permutations=499, bootstraps=1000, progress=False
-        )
-        kept = [column for column in found.table.columns if not column.startswith("control_auroc_")]
-        show(
-            f"network and linear probe at the heads with the largest gain, {name}",
-            found.table.nlargest(6, "gain")[kept],
-        )
-        show(
-            f"all 270 heads, {name}",
-            found.table.select_dtypes("number").describe().T[["mean", "std", "min", "max"]].reset_index(),
-        )
+    """Network against linear probe at every head, the same tokens, with the published epochs and with more."""
+    for name, types in (("sentiment", "token"), ("cities", None)):  # every statement ends in the same token
+        acts = acts_of(load_model("smollm2"), data(name), ["z"], "last")
+        for epochs in (10, 60):
+            few = {"permutations": 499, "bootstraps": 1000, "progress": False}
+            settings = MlpSettings(epochs=epochs)
+            found = nonlinear_gain(acts, "label", groups="group", types=types, settings=settings, **few)
+            shown = ["site", "linear_auroc", "mlp_auroc", "gain", "gain_low", "gain_high", "p_gain", "p_gain_best_site"]
+            show(f"{name}, {epochs} epochs: heads with the largest gain", found.table.nlargest(5, "gain")[shown])
+            kept = [c for c in found.table if c.endswith(("auroc", "bits", "selectivity")) or c == "gain"]
+            spread = found.table[kept].agg(["mean", "min", "max"]).T.reset_index(names="of 270 heads")
+            show(f"{name}, {epochs} epochs: all heads", spread)
 
 
 def attention() -> None:
