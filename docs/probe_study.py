@@ -1,9 +1,9 @@
 """What probes find in SmolLM2 and MiniLM, with controls: the tables of docs/results.md, one part after the other.
 
-    python docs/probe_study.py layers transfer directions gain attention code erasure     (all parts without a name)
+    python docs/probe_study.py [layers numbers transfer directions gain attention code erasure]      all without a name
 
-Parts: layers (sweeps of sentiment and of true statements on cities), transfer (between the four domains of sentiment,
-and from easy to hard), directions (do direction finders agree), gain (network against linear probe at every head),
+Parts: layers (sweeps of sentiment and of true statements on cities), numbers (ratings, domains), transfer (between the
+four domains of sentiment, and from easy to hard), directions (do direction finders agree), gain (network against linear probe at every head),
 attention (attention weights against z), code (description length and learning curve), erasure.
 """
 
@@ -18,6 +18,7 @@ import torch
 from microtome.capture import Activations, LoadedModel, Span, attention_features, capture, load_model, untrained
 from microtome.data import load_data
 from microtome.data.sentiment import sentiment
+from microtome.data.sentiment_raters import sentiment_raters
 from microtome.probes import (
     MlpSettings,
     compare_sites,
@@ -29,6 +30,7 @@ from microtome.probes import (
     hardness_strata,
     heads_together,
     learning_curve,
+    noise_ceiling_of_means,
     nonlinear_gain,
     rank_stability,
     sweep,
@@ -107,6 +109,22 @@ def layers() -> None:
                 }
             )
     show("summary", pd.DataFrame(summary))
+
+
+def numbers() -> None:
+    """The mean rating as a number, beside the ceiling that raters' noise sets; the domain as classes."""
+    table = data("sentiment").merge(sentiment_raters(), on="id", how="left", validate="one_to_one")
+    acts = acts_of(load_model("smollm2"), table, ["resid_post"], "last")
+    few = {"permutations": 199, "bootstraps": 1000, "progress": False}
+    rating = sweep(acts, "rating", groups="group", **few)
+    show("rating (SmolLM2, resid_post)", rating.best(4))
+    show("rating without the model", rating.baselines)
+    errors = (table["rating_sd"] / np.sqrt(table["raters"])).to_numpy(dtype=np.float64)
+    means = table["rating"].to_numpy(dtype=np.float64)
+    print(noise_ceiling_of_means(means, errors, groups=table["group"].to_numpy()))
+    domain = sweep(acts, "domain", groups="group", **few)
+    show("domain (four classes)", domain.best(3))
+    show("domain without the model", domain.baselines)
 
 
 def transfers() -> None:
@@ -218,6 +236,7 @@ def erasure() -> None:
 
 PARTS: dict[str, Callable[[], None]] = {
     "layers": layers,
+    "numbers": numbers,
     "transfer": transfers,
     "directions": directions,
     "gain": gain,
