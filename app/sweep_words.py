@@ -35,16 +35,16 @@ def print_best(console: "Console", result: Sweep) -> None:
     shown.add_column("site", no_wrap=True)
     shown.add_column(f"{NAMES[name]}, 95 % interval", no_wrap=True)
     if name == "auroc":
-        shown.add_column("accuracy", no_wrap=True)
-    shown.add_column("shuffled", justify="right")
+        shown.add_column("accuracy", justify="right", no_wrap=True)
+    shown.add_column("shuffled", justify="right", no_wrap=True)
     if has_task:
-        shown.add_column("by token", justify="right")
-    shown.add_column("p", justify="right")
+        shown.add_column("by token", justify="right", no_wrap=True)
+    shown.add_column("p", justify="right", no_wrap=True)
     for _, row in result.table.sort_values(name, ascending=False, kind="stable").head(SHOWN).iterrows():
         shown.add_row(
             str(row["site"]),
             said_interval(row, name),
-            *([said_interval(row, "accuracy")] if name == "auroc" else []),
+            *([f"{row['accuracy']:.3f}"] if name == "auroc" else []),
             f"{row[f'control_{name}']:.3f}",
             *([f"{row[f'control_task_{name}']:.3f}"] if has_task else []),
             "" if pd.isna(row["p_best_site"]) else f"{row['p_best_site']:.3f}",

@@ -3,8 +3,8 @@
     python docs/probe_study.py [layers numbers transfer directions gain attention code erasure]      all without a name
 
 Parts: layers (sweeps of sentiment and of true statements on cities), numbers (ratings, domains), transfer (between the
-four domains of sentiment, and from easy to hard), directions (do direction finders agree), gain (network against linear probe at every head),
-attention (attention weights against z), code (description length and learning curve), erasure.
+four domains of sentiment, and from easy to hard), directions (do direction finders agree), gain (network against linear
+probe at every head), attention (attention weights against z), code (description length and learning curve), erasure.
 """
 
 import argparse

@@ -51,11 +51,13 @@ def growth_curve(
         )
     if value in MIDPOINT:
         figure.add_hline(y=MIDPOINT[value], line={"color": GREY, "dash": "dot", "width": 1.4})
+    sizes = sorted(set(table["groups"]))
+    shown = [f"{size:,.0f}" for size in sizes]
     figure.update_layout(
         template=LIGHT,
         title={"text": title if title is not None else f"{label_of(value)} by training groups"},
         height=400,
-        xaxis={"title": {"text": "training groups"}, "type": "log", "dtick": "D2"},
+        xaxis={"title": {"text": "training groups"}, "type": "log", "tickvals": sizes, "ticktext": shown},
         yaxis={"title": {"text": label_of(value)}},
     )
     return figure

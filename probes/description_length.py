@@ -88,9 +88,12 @@ def description_length(
         made = target_of(column_of(values, given.rows, name), n_rows=len(real), kind=given.target.kind)
         labellings[name] = made.values.numpy()
     stacked = torch.from_numpy(np.stack(list(labellings.values())))
+    # controls apart: their rare classes must not make the first block of the labels longer
+    apart = [stacked[:2], *(one[None] for one in stacked[2:])]
+    options = {"shuffles": shuffles, "seed": seed}
     lengths = torch.cat(
         [
-            code_lengths(features, stacked, given.groups, strengths, shuffles=shuffles, seed=seed)
+            torch.cat([code_lengths(features, some, given.groups, strengths, **options) for some in apart], dim=1)
             for features in given.chunks()
         ]
     )

@@ -9,16 +9,24 @@ Beware: folds depend on the labels only through class counts. Permutation tests 
 exchange labels within a fold (`microtome.probes.permutation`).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Bool, Integer
 
 
 def grouped_folds(
-    labels: Integer[np.ndarray, " example"], groups: np.ndarray, *, folds: int = 5, seed: int = 0
+    labels: Integer[np.ndarray, " example"],
+    groups: np.ndarray,
+    *,
+    folds: int = 5,
+    seed: int = 0,
+    names: Sequence[str] | None = None,
 ) -> Bool[np.ndarray, "fold example"]:
     """Test rows of each outer fold: every row in exactly one fold, every group whole, classes level.
 
-    `labels` are class numbers, `groups` group numbers (`group_codes`). The training rows of fold f are `~folds[f]`.
+    `labels` are class numbers, `names` what they are called in messages, `groups` group numbers (`group_codes`). The
+    training rows of fold f are `~folds[f]`.
 
     Raises ValueError for fewer than two folds, fewer groups than folds, one class, and a class that is missing from
     the training or the test rows of a fold.
@@ -27,9 +35,9 @@ def grouped_folds(
         raise ValueError(f"folds={folds}; cross-validation needs at least 2.")
     if len(labels) != len(groups):
         raise ValueError(f"{len(labels)} labels for {len(groups)} groups entries; both need one per row.")
-    test = _split(labels, groups, folds, seed)
-    _refuse_missing_class(test, labels, groups, "test")
-    _refuse_missing_class(~test, labels, groups, "training")
+    test = _split(labels, groups, folds, seed, names)
+    _refuse_missing_class(test, labels, groups, "test", names)
+    _refuse_missing_class(~test, labels, groups, "training", names)
     return test
 
 
@@ -40,6 +48,7 @@ def nested_folds(
     *,
     folds: int = 4,
     seed: int = 0,
+    names: Sequence[str] | None = None,
 ) -> Bool[np.ndarray, "fold inner example"]:
     """Test rows of the inner folds of each outer fold; outer test rows are in none of them.
 
@@ -51,16 +60,18 @@ def nested_folds(
         train = np.flatnonzero(~is_test)
         # another stream than the outer folds, so that an inner fold is no rerun of an outer one
         try:
-            inner = _split(labels[train], groups[train], folds, seed + 1 + fold)
+            inner = _split(labels[train], groups[train], folds, seed + 1 + fold, names)
         except ValueError as error:
             said = str(error).replace("folds<=", "inner_folds<=")
             raise ValueError(f"Inner folds, within the training rows of outer fold {fold}: {said}") from error
-        _refuse_missing_class(~inner, labels[train], groups[train], f"inner training (outer fold {fold})")
+        _refuse_missing_class(~inner, labels[train], groups[train], f"inner training (outer fold {fold})", names)
         nested[fold][:, train] = inner
     return nested
 
 
-def _split(labels: np.ndarray, groups: np.ndarray, folds: int, seed: int) -> Bool[np.ndarray, "fold example"]:
+def _split(
+    labels: np.ndarray, groups: np.ndarray, folds: int, seed: int, names: Sequence[str] | None
+) -> Bool[np.ndarray, "fold example"]:
     n_groups = len(np.unique(groups))
     if n_groups < folds:
         raise ValueError(
@@ -72,8 +83,8 @@ def _split(labels: np.ndarray, groups: np.ndarray, folds: int, seed: int) -> Boo
         raise ValueError(f"All {len(labels)} labels are {classes[0].item()!r}; folds need two classes.")
     if counts.min() < folds:
         raise ValueError(
-            f"Class {classes[counts.argmin()].item()!r} has {counts.min()} rows for {folds} folds, each of which must "
-            "test it. Ask for fewer folds, or add rows."
+            f"Class {_called(classes[counts.argmin()].item(), names)} has {counts.min()} rows for {folds} folds, each "
+            "of which must test it. Ask for fewer folds, or add rows."
         )
     code, group = np.unique(labels, return_inverse=True)[1], np.unique(groups, return_inverse=True)[1]
     content = np.zeros((n_groups, len(classes)), dtype=np.int64)
@@ -103,14 +114,20 @@ def _deal(content: Integer[np.ndarray, "group class"], folds: int, rng: np.rando
     return fold_of_group
 
 
-def _refuse_missing_class(rows: Bool[np.ndarray, "fold example"], labels, groups, which: str) -> None:
+def _refuse_missing_class(
+    rows: Bool[np.ndarray, "fold example"], labels, groups, which: str, names: Sequence[str] | None
+) -> None:
     classes = np.unique(labels)
     for fold, is_in in enumerate(rows):
         for label in classes.tolist():
             if not np.any(labels[is_in] == label):
                 n_groups = len(np.unique(groups[labels == label]))
                 raise ValueError(
-                    f"The {which} rows of fold {fold} hold no row of class {label!r}, which lies in {n_groups} of "
-                    f"{len(np.unique(groups))} groups. Ask for fewer folds, give a finer group key if rows of a group "
-                    "are independent, or add groups of that class."
+                    f"The {which} rows of fold {fold} hold no row of class {_called(label, names)}, which lies in "
+                    f"{n_groups} of {len(np.unique(groups))} groups. Ask for fewer folds, give a finer group key "
+                    "if rows of a group are independent, or add groups of that class."
                 )
+
+
+def _called(code: int, names: Sequence[str] | None) -> str:
+    return repr(int(code)) if names is None else names[int(code)]

@@ -51,6 +51,7 @@ from microtome.probes.pooling import last_rows, pool_last
 from microtome.probes.site_blocks import as_activations
 
 _SHUFFLES_TRIED = 100
+_FEWEST_BATCHES = 1000
 _SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solvers
 _PROBES = ("linear", "mlp")
 
@@ -111,7 +112,8 @@ def nonlinear_gain(
             command line takes 2). Labels, groups and types must then be the same in all pooled rows of a text. None
             takes the rows as they are.
         types: one key per row, or a column, for the control task: the token at the probed position, or the entity.
-        settings: of the network.
+        settings: of the network; if None those of NL-ITI, with more epochs where its ten would be fewer than 1,000
+            batches: a network that was not trained shows no gain, whatever there is.
         strengths: values of C of the linear probe; those of `sweep` if None.
         folds, inner_folds: outer folds that report, inner ones that choose.
         permutations: exchanges of the two probes' scores, at least 20, or 0.
@@ -125,7 +127,6 @@ def nonlinear_gain(
             that cannot be shuffled within groups, and ones that differ within a pooled text.
         KeyError: a column or site that is not there.
     """
-    settings = settings or MlpSettings()
     activations = as_activations(activations)
     columns = {"labels": labels, "groups": groups, "types": types}
     columns = {name: column_of(values, activations.rows, name) for name, values in columns.items()}
@@ -142,6 +143,7 @@ def nonlinear_gain(
         entities=entities,
     )
     rows, target, codes, blocks = data.rows, data.target, data.groups, data.blocks
+    settings = settings or MlpSettings(epochs=_epochs_for(len(rows)))
 
     seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(6)]
     test = grouped_folds(target.codes, codes, folds=folds, seed=seeds[0])
@@ -246,6 +248,12 @@ def _table(
             auroc = fold_auroc(values[:, number], labellings[number], test)
             table |= {f"{name}_{control}": auroc.numpy(), f"{name}_{selectivity}": (reached - auroc).numpy()}
     return pd.DataFrame(table)
+
+
+def _epochs_for(rows: int) -> int:
+    """As published, or as many as make 1,000 batches."""
+    published = MlpSettings()
+    return max(published.epochs, -(-_FEWEST_BATCHES * published.batch // rows))
 
 
 def _pooled(activations: Activations, columns: dict, sites: Iterable | None, tokens: int) -> tuple[Activations, dict]:

@@ -51,6 +51,7 @@ from microtome.probes.target import Kind, Target
 FEWEST_PERMUTATIONS = 20
 FEWEST_BOOTSTRAPS = 100
 LEAST_COVERAGE = 0.5  # share of test rows whose token some training row has, from which the control task is made
+LARGEST_TYPE = 0.5  # share of rows that one token may have: a label that most rows share is no task
 _SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solver
 
 
@@ -97,8 +98,9 @@ def sweep(
         seed: fixes folds, shuffles and draws, for rows in this order.
         texts: one string per row for the leakage check; the column `string` or `token_ids` if None and there is one.
         entities: further keys that must not cross groups, by name; the number of the text always is one.
-        types: one key per row, or a column, that the control task draws its labels for; None for no such control. A
-            column that is not there, or whose types come back too seldom, gives none either, and provenance says so.
+        types: one key per row, or a column, that the control task draws its labels for; None for no such control. The
+            column `token` gives none either where it is missing, where tokens come back too seldom or where most rows
+            have the same one, and provenance says so.
         baselines: fit what can be told from the texts alone, where they are known.
         checkpoint: a folder that keeps what is finished, so that the same sweep goes on after it was killed; the caller
             deletes it.
@@ -127,8 +129,8 @@ def sweep(
     _refuse_too_large(blocks, method, permutations)
 
     seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(4)]
-    test = grouped_folds(wanted.codes, codes, folds=folds, seed=seeds[0])
-    nested = nested_folds(wanted.codes, codes, test, folds=inner_folds, seed=seeds[0])
+    test = grouped_folds(wanted.codes, codes, folds=folds, seed=seeds[0], names=wanted.names)
+    nested = nested_folds(wanted.codes, codes, test, folds=inner_folds, seed=seeds[0], names=wanted.names)
     truth = wanted.values.numpy()
     masks = _training_masks(test, nested)
     controls = [shuffled_control(truth, codes, test, masks, seed=seeds[1])]
@@ -314,9 +316,13 @@ def _control_task(
         return None, {"made": False, "reason": "no types" if types is not None else "not wanted"}
     keys = column_of(types, rows, "types")
     share = coverage(keys, test)
-    facts = {"types": int(pd.Series(np.asarray(keys)).nunique()), "coverage": share}
+    counts = pd.Series(list(keys)).value_counts()
+    largest = float(counts.iloc[0] / len(rows))
+    facts = {"types": len(counts), "coverage": share, "share_of_largest_type": largest}
     if is_default and share < LEAST_COVERAGE:
         return None, {"made": False, "reason": "types come back too seldom", **facts}
+    if is_default and largest > LARGEST_TYPE:
+        return None, {"made": False, "reason": "most rows are of one type", **facts}
     try:
         return control_task(keys, truth, seed=seed, train=masks), {"made": True, **facts}
     except ValueError as error:

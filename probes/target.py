@@ -26,6 +26,13 @@ class Target:
     classes: tuple  # what the values stand for, ascending; empty for numbers
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What the stratification's class numbers (`codes`) are called in messages."""
+        if self.kind == "numbers":
+            return tuple(f"fifth {number + 1} of the numbers" for number in range(5))
+        return tuple(repr(value) for value in self.classes)
+
+    @property
     def codes(self) -> Int64[np.ndarray, " example"]:
         """Class numbers by which folds are stratified; numbers by fifths of their order."""
         if self.kind != "numbers":

@@ -101,3 +101,11 @@ def test_a_class_in_two_groups_has_no_inner_training_rows():
     groups = np.array([0, 1, 2, 3, 4, 5, 6, 7] + [8] * 4 + [9] * 4)
     with pytest.raises(ValueError, match=r"inner training \(outer fold 0\) rows of fold \d hold no row of class 1"):
         nested_folds(labels, groups, grouped_folds(labels, groups, folds=2), folds=2)
+
+
+def test_classes_are_called_by_their_names() -> None:
+    labels, groups = np.array([0] * 30 + [1] * 2), np.arange(32)
+    with pytest.raises(ValueError, match="Class 'rare' has 2 rows for 3 folds"):
+        grouped_folds(labels, groups, folds=3, names=("'often'", "'rare'"))
+    with pytest.raises(ValueError, match="no row of class 'rare', which lies in 1 of 31 groups"):
+        grouped_folds(np.append(labels, 1), np.append(np.minimum(groups, 30), 30), folds=3, names=("'often'", "'rare'"))

@@ -80,8 +80,18 @@ def test_types_are_given_left_out_or_too_rare(acts) -> None:
     assert "control_task_auroc" not in result.table
     assert result.control_task_scores.numel() == 0
     assert "control_task_auroc" not in sweep(acts, "is_b", groups="rows", types=None, **QUICK).table
+    full_stops = acts.rows.assign(token=np.where(np.arange(N) % 10 < 7, ".", acts.rows["token"]))
+    alike = Activations.from_arrays({"resid_post.1": acts["resid_post.1"]}, rows=full_stops)
+    result = sweep(alike, "is_b", groups="rows", **QUICK)
+    assert result.provenance["data"]["control_task"]["reason"] == "most rows are of one type"
+    assert "control_task_auroc" not in result.table
     given = sweep(rare, "is_b", groups="rows", types=np.arange(N) // 9, **QUICK)
-    assert given.provenance["data"]["control_task"] == {"made": True, "types": 20, "coverage": 1.0}
+    assert given.provenance["data"]["control_task"] == {
+        "made": True,
+        "types": 20,
+        "coverage": 1.0,
+        "share_of_largest_type": 0.05,
+    }
     with pytest.raises(ValueError, match="are of one type"):
         sweep(rare, "is_b", groups="rows", types=["all"] * N, **QUICK)
     with pytest.raises(KeyError, match="types='colour' is no column"):
