@@ -82,10 +82,10 @@ def said_interval(values: Mapping | pd.Series, name: str) -> str:
 
 def sweep_headline(result: Sweep) -> dict[str, str]:
     """The numbers on top of a report."""
-    best, name = result.best(1).iloc[0], result.measure
+    best, name, several = result.best(1).iloc[0], result.measure, len(result.table) > 1
     headline = {
         f"best site, {NAMES[name]}": f"{best['site']}: {said_interval(best, name)}",
-        "the choice of a site itself": said_interval(result.selected.measures, name),
+        **({"the choice of a site itself": said_interval(result.selected.measures, name)} if several else {}),
         "best site on shuffled labels": f"{best[f'control_{name}']:.3f}",
         "rows": f"{len(result.truth):,} in {int(result.groups.max()) + 1:,} groups",
     }
@@ -102,6 +102,6 @@ def sweep_sections(result: Sweep, figures: Mapping[str, go.Figure]) -> list[Sect
         if name in _CAPTIONS
     ]
     sections.append(Section("All sites", table=result.best(len(result.table)), table_name="sites"))
-    if len(result.baselines):
+    if len(result.baselines) > 1:  # more than the majority
         sections.append(Section("Without the model", table=result.baselines, table_name="baselines"))
     return sections
