@@ -46,6 +46,7 @@ def linear_path(
     classes: int = 1,
     standardize: bool = True,
     tolerance: float = TOLERANCE,
+    priors: bool = True,
 ) -> LinearPath:
     """The method's probes at every strength (mass-mean has none: the answer's strength axis is 1 long).
 
@@ -55,6 +56,8 @@ def linear_path(
         classes: columns per labelling.
         standardize: False leaves the penalty, and the tolerance, in units of the raw features.
         tolerance: within variance up to which corrected mass-mean leaves a direction out.
+        priors: False leaves log π_k out. Plain mass-mean scores are in squared units of the features, so that beside
+            scores of small features log π_k is all that is left of the digits; calibrated scores have no use for it.
 
     Raises ValueError for a class without a training row, and where no strength keeps the covariance invertible.
     """
@@ -77,7 +80,9 @@ def linear_path(
                 class_weights = _within_solved(_factors(covariance, strengths), shares, means)
             else:
                 class_weights = _pseudo_solved(covariance, shares, means, tolerance)[:, None]
-        offsets = shares.log() - 0.5 * torch.einsum("scldk,sldk->sclk", class_weights, means)
+        offsets = -0.5 * torch.einsum("scldk,sldk->sclk", class_weights, means)
+        if priors:
+            offsets = offsets + shares.log()
         if classes == 1:  # of two classes, the second less the first
             class_weights, offsets = class_weights.diff(dim=-1), offsets.diff(dim=-1)
         weights = class_weights.movedim(-2, -1).flatten(2, 3).mT

@@ -75,3 +75,12 @@ def test_bad_input_says_what_to_do() -> None:
         MassMeanProbe().fit(X, np.zeros(len(y)))
     with pytest.raises(ValueError, match="a variance of 0 or more"):
         MassMeanProbe(tolerance=-1).fit(X, y)
+
+
+@pytest.mark.parametrize("unit", [1e-60, 1e-8, 1e8, 1e60])
+def test_classes_of_equal_size_are_told_apart_in_any_unit(unit) -> None:
+    y = np.arange(80) % 2
+    X = np.random.default_rng(0).normal(size=(80, 3)) + 2 * y[:, None]
+    np.testing.assert_array_equal(
+        MassMeanProbe().fit(X * unit, y).predict(X * unit), MassMeanProbe().fit(X, y).predict(X)
+    )

@@ -51,7 +51,9 @@ def fitted_scores(kind, method, strength, x, y, held_out):
         "mass_mean_corrected": np.linalg.inv(within),
     }[method]
     apart = h[:, None] - means
-    scores = -0.5 * np.einsum("nki,ij,nkj->nk", apart, inverse, apart) + np.log(np.mean(y[:, None] == classes, axis=0))
+    scores = -0.5 * np.einsum("nki,ij,nkj->nk", apart, inverse, apart)
+    if method != "mass_mean":  # whose calibration has the class shares
+        scores += np.log(np.mean(y[:, None] == classes, axis=0))
     return scores[:, 1] - scores[:, 0] if kind == "binary" else scores
 
 
@@ -248,3 +250,13 @@ def test_bad_input_says_what_to_do():
     features[0, 5, 2] = torch.inf
     with pytest.raises(ValueError, match="has inf in feature 2"):
         moment_fits(features, labellings, test)
+
+
+@pytest.mark.parametrize("kind", ["binary", "classes"])
+@pytest.mark.parametrize("unit", [1e-60, 1e-8, 1e8, 1e60])
+def test_mass_mean_scores_do_not_depend_on_the_unit_of_the_features(kind, unit):
+    x, labels, test = make(kind)
+    pair = (moment_fits(features, labels, test, method="mass_mean") for features in (x, x * unit))
+    for plain, scaled in zip(*pair, strict=True):
+        assert torch.allclose(plain.scores, scaled.scores, rtol=0, atol=1e-9)
+        assert torch.allclose(plain.coefficients, scaled.coefficients * unit, rtol=1e-9)
