@@ -3,7 +3,7 @@
     <out>/<name>/          config.yaml, provenance, tables, figures, sweep/, report.html, values/probe.json (finished)
     <out>/.<name>.fits/    what is fitted so far; deleted at the end
 
-Stopped at any moment, the same command goes on. A run of the same settings and the same file is not made again.
+Stopped at any moment, the same command goes on. A run of the same settings and the same files is not made again.
 """
 
 import json
@@ -42,7 +42,8 @@ def run_probe_of(config: ProbeConfig, *, as_json: bool = False) -> Sweep:
 
     console = Console(stderr=as_json, highlight=False)
     name = config.name or f"{shortened(config.features.stem)}--{label_name(config.of_label)}"
-    settings = config.model_dump(mode="json") | {"name": name, "file": _print_of(config.features)}
+    prints = {"file": _print_of(config.features), "rows_file": None if config.rows is None else _print_of(config.rows)}
+    settings = config.model_dump(mode="json") | {"name": name, **prints}
     path = config.out.resolve() / name
     kept = config.out.resolve() / f".{name}.fits"
     if (path / "values" / f"{MARKER}.json").is_file():

@@ -152,3 +152,13 @@ def test_activations_with_other_rows_are_refused(files) -> None:
     done = run("acts", "--rows", "eeg.csv", "--label", "is_rem", "--group", "rows")
     assert done.exit_code == 2
     assert "eeg.csv has 90 rows, acts 3" in done.output
+
+
+def test_other_labels_in_the_file_of_rows_are_another_run(files) -> None:
+    arguments = ["eeg.npy", "--rows", "eeg.csv", "--label", "is_rem", "--group", "subject", *FLAGS]
+    assert run(*arguments).exit_code == 0
+    table = pd.read_csv("eeg.csv")
+    table.assign(is_rem=~table["is_rem"]).to_csv("eeg.csv", index=False)
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert "made with other settings (rows_file was" in done.output
