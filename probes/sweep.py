@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from microtome.capture.activations import Activations
 from microtome.data.provenance import environment
 from microtome.probes.baselines import baselines as text_baselines
-from microtome.probes.control_task import control_task, coverage
+from microtome.probes.control_task import control_task, coverage, type_codes
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import ROWS
 from microtome.probes.labelled_rows import column_of, labelled_rows
@@ -314,7 +314,7 @@ def _control_task(
         return None, {"made": False, "reason": "no types" if types is not None else "not wanted"}
     keys = column_of(types, rows, "types")
     share = coverage(keys, test)
-    facts = {"types": int(pd.Series(np.asarray(keys)).nunique()), "coverage": share}
+    facts = {"types": len(np.unique(type_codes(keys, len(rows)))), "coverage": share}
     if is_default and share < LEAST_COVERAGE:
         return None, {"made": False, "reason": "types come back too seldom", **facts}
     try:

@@ -5,13 +5,15 @@ fraction are numbers. Whole numbers of more than two values could be either, so 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
+
+from microtome.probes.row_keys import as_array
 
 Kind = Literal["binary", "classes", "numbers"]
 _SHOWN = 5
@@ -40,7 +42,11 @@ def target_of(labels, *, n_rows: int, kind: Kind | None = None) -> Target:
     Raises ValueError for another length or shape, a missing label (NaN, None), infinity, one value only, whole numbers
     of more than two values without `kind`, and a `kind` that the labels cannot be.
     """
-    labels = labels.numpy(force=True) if hasattr(labels, "numpy") else labels
+    if kind not in (None, *get_args(Kind)):
+        raise ValueError(
+            f"target={kind!r}; give one of {', '.join(get_args(Kind))}, or None to read it off the labels."
+        )
+    labels = as_array(labels)
     series = pd.Series(labels).reset_index(drop=True) if np.ndim(labels) == 1 else None
     if series is None or len(series) != n_rows:
         raise ValueError(f"labels has shape {np.shape(labels)}, activations {n_rows} rows. Pass one label per row.")
