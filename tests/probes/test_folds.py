@@ -101,3 +101,11 @@ def test_a_class_in_two_groups_has_no_inner_training_rows():
     groups = np.array([0, 1, 2, 3, 4, 5, 6, 7] + [8] * 4 + [9] * 4)
     with pytest.raises(ValueError, match=r"inner training \(outer fold 0\) rows of fold \d hold no row of class 1"):
         nested_folds(labels, groups, grouped_folds(labels, groups, folds=2), folds=2)
+
+
+def test_inner_folds_are_at_least_two():
+    labels = np.arange(40) % 2
+    test = grouped_folds(labels, np.arange(40), folds=4)
+    for folds in (0, 1):
+        with pytest.raises(ValueError, match=f"inner_folds={folds}"):
+            nested_folds(labels, np.arange(40), test, folds=folds)
