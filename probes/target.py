@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
+from microtome.probes.problem_checks import LARGEST
 from microtome.probes.row_keys import as_array
 
 Kind = Literal["binary", "classes", "numbers"]
@@ -39,8 +40,9 @@ class Target:
 def target_of(labels, *, n_rows: int, kind: Kind | None = None) -> Target:
     """The target that labels `[row]` describe.
 
-    Raises ValueError for another length or shape, a missing label (NaN, None), infinity, one value only, whole numbers
-    of more than two values without `kind`, and a `kind` that the labels cannot be.
+    Raises ValueError for another length or shape, a missing label (NaN, None), infinity, numbers whose squares overflow
+    or vanish, one value only, whole numbers of more than two values without `kind`, and a `kind` that the labels cannot
+    be.
     """
     if kind not in (None, *get_args(Kind)):
         raise ValueError(
@@ -93,4 +95,9 @@ def _numbers(series: pd.Series) -> Float64[np.ndarray, " example"]:
     if not np.isfinite(numbers).all():
         row = int(np.argmin(np.isfinite(numbers)))
         raise ValueError(f"labels[{row}] is {numbers[row]}; a number must be finite. Drop the row or fix the label.")
+    if np.abs(numbers).max() > LARGEST or np.ptp(numbers) < 1 / LARGEST:
+        raise ValueError(
+            f"labels lie from {numbers.min():g} to {numbers.max():g}, whose squares no float can hold. Give them in "
+            "another unit."
+        )
     return numbers
