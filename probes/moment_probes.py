@@ -13,7 +13,9 @@ classes are one score, that of the second less that of the first. LDA solves wit
 and puts the between part back by (A - M Π Mᵀ)⁻¹ M = A⁻¹M (I - Π MᵀA⁻¹M)⁻¹.
 
 W⁺ leaves out directions whose within variance is below 1e-3, an average standardised feature having 1 (the paper's code
-cuts at 1e-3 in activation units). A constant feature has weight 0. Beware: mass-mean scores are no log-odds.
+cuts at 1e-3 in activation units). A constant feature has weight 0. Beware: mass-mean scores are no log-odds; and the
+corrected form does not see what tells the training rows apart without any variance within classes (a feature that is
+the label, or most of what separates fewer rows than features): take LDA there, whose penalty keeps such directions.
 """
 
 from dataclasses import dataclass

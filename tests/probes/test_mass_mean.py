@@ -84,3 +84,12 @@ def test_classes_of_equal_size_are_told_apart_in_any_unit(unit) -> None:
     np.testing.assert_array_equal(
         MassMeanProbe().fit(X * unit, y).predict(X * unit), MassMeanProbe().fit(X, y).predict(X)
     )
+
+
+def test_the_corrected_form_leaves_out_a_feature_that_is_the_label() -> None:
+    y = np.arange(200) % 2
+    X = np.c_[y, np.random.default_rng(0).normal(size=(200, 2))]
+    assert MassMeanProbe().fit(X, y).score(X, y) == 1
+    corrected = MassMeanProbe(corrected=True).fit(X, y)
+    assert corrected.coef_[0, 0] == pytest.approx(0, abs=1e-3)
+    assert corrected.score(X, y) < 0.7
