@@ -329,7 +329,9 @@ def _are_strings(texts) -> bool:
     return all(isinstance(text, str) for text in texts)
 
 
-def _ascending(strengths: Sequence[float]) -> tuple[float, ...]:
+def _ascending(strengths) -> tuple[float, ...]:
+    if np.ndim(strengths) != 1 or isinstance(strengths, str):
+        raise ValueError(f"strengths={strengths!r}; give several in ascending order, or one as (value,).")
     values = tuple(float(value) for value in strengths)
     if not values or any(b <= a for a, b in zip((0.0, *values), values, strict=False)):
         raise ValueError(

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from microtome.probes.problem_checks import LARGEST
-from microtome.probes.row_keys import as_array
+from microtome.probes.row_keys import as_array, row_keys
 
 Kind = Literal["binary", "classes", "numbers"]
 _SHOWN = 5
@@ -52,6 +52,10 @@ def target_of(labels, *, n_rows: int, kind: Kind | None = None) -> Target:
     series = pd.Series(labels).reset_index(drop=True) if np.ndim(labels) == 1 else None
     if series is None or len(series) != n_rows:
         raise ValueError(f"labels has shape {np.shape(labels)}, activations {n_rows} rows. Pass one label per row.")
+    if pd.api.types.is_complex_dtype(series):
+        raise ValueError("labels are complex numbers. Give one real number per row: their size, angle or a part.")
+    if pd.api.types.is_object_dtype(series):
+        series = pd.Series(row_keys(series, n_rows, "labels"), dtype=object)
     if series.isna().any():
         raise ValueError(
             f"{int(series.isna().sum())} of {n_rows} labels are missing (first: row {int(series.isna().argmax())}). "

@@ -189,6 +189,9 @@ def test_names_there_are_not_are_refused():
     for weight in ({0: 1.0, 1: 5.0}, "even"):
         with pytest.raises(ValueError, match="give None or 'balanced'"):
             unwrap(probe_method)("logistic", "binary", class_weight=weight)
+    for strengths in (1.0, "0.1"):
+        with pytest.raises(ValueError, match=r"one as \(value,\)"):
+            unwrap(sweep)(np.ones((40, 2)), np.arange(40) % 2, groups="rows", strengths=strengths)
 
 
 def test_decision_takes_what_the_sweep_takes():
