@@ -3,15 +3,18 @@
     <out>/<name>/          config.yaml, provenance, tables, figures, sweep/, report.html, values/probe.json (finished)
     <out>/.<name>.fits/    what is fitted so far; deleted at the end
 
-Stopped at any moment, the same command goes on. A run of the same settings and the same file is not made again.
+Stopped at any moment, the same command goes on. A run of the same settings and the same files is not made again.
 """
 
 import json
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
+from filelock import FileLock, Timeout
 
 from microtome.app.grid_cells import label_name, shortened
 from microtome.app.grid_labels import grid_label
@@ -35,14 +38,15 @@ MARKER = "probe"
 def run_probe_of(config: ProbeConfig, *, as_json: bool = False) -> Sweep:
     """Probe it and print the strongest sites with intervals and controls.
 
-    Raises FileNotFoundError for features that are not there, FileExistsError for another run of that name, and what
-    reading them, the label and the sweep raise.
+    Raises FileNotFoundError for features that are not there, FileExistsError for another run of that name or another
+    process at work on it, and what reading them, the label and the sweep raise.
     """
     from rich.console import Console  # late: importing rich draws from Python's random generator
 
     console = Console(stderr=as_json, highlight=False)
     name = config.name or f"{shortened(config.features.stem)}--{label_name(config.of_label)}"
-    settings = config.model_dump(mode="json") | {"name": name, "file": _print_of(config.features)}
+    prints = {"file": _print_of(config.features), "rows_file": None if config.rows is None else _print_of(config.rows)}
+    settings = config.model_dump(mode="json") | {"name": name, **prints}
     path = config.out.resolve() / name
     kept = config.out.resolve() / f".{name}.fits"
     if (path / "values" / f"{MARKER}.json").is_file():
@@ -52,8 +56,12 @@ def run_probe_of(config: ProbeConfig, *, as_json: bool = False) -> Sweep:
         Run.require_free(config.out, name)
         if not can_write(config.out):
             raise PermissionError(f"{config.out.absolute()} cannot be written to. Give another folder of runs (--out).")
-        result = _probed(config, name, settings, kept, progress=not as_json)
-        shutil.rmtree(kept, ignore_errors=True)
+        with _alone(kept, path):
+            if (path / "values" / f"{MARKER}.json").is_file():  # another process was faster
+                result = _finished(Run.open(path), settings)
+            else:
+                result = _probed(config, name, settings, kept, progress=not as_json)
+            shutil.rmtree(kept, ignore_errors=True)
     if as_json:
         columns = [column for column in BEST_COLUMNS if column in result.table]
         best = result.best(10)[columns]
@@ -63,6 +71,25 @@ def run_probe_of(config: ProbeConfig, *, as_json: bool = False) -> Sweep:
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     console.print(f"Report: {shown / 'report.html'}", markup=False, soft_wrap=True)
     return result
+
+
+@contextmanager
+def _alone(kept: Path, path: Path) -> Iterator[None]:
+    """Hold the run, so that no two processes write it. Raises FileExistsError if another one does."""
+    kept.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(kept / "lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        said = f"another process works on {path}"
+        raise FileExistsError(f"{said}. Wait for it, or give this run another name (--name).") from error
+    try:
+        yield
+    finally:
+        (kept / "lock").unlink(missing_ok=True)
+        lock.release()
+        if kept.is_dir() and not any(kept.iterdir()):
+            kept.rmdir()
 
 
 def features_of(config: ProbeConfig) -> Activations:

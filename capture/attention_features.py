@@ -97,6 +97,8 @@ def attention_features(
     ):
         if value not in get_args(options):
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(get_args(options))}.")
+    if not isinstance(keys, Mapping):
+        raise TypeError(f"keys is {keys!r}; name each group of tokens, such as keys={{'first': 'first'}}.")
     if not keys:
         raise ValueError("keys is empty. Name at least one group, such as keys={'first': 'first'}.")
     loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model, name=type(model).__name__)

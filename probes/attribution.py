@@ -39,6 +39,7 @@ from microtome.capture.tap_plan import Read
 from microtome.capture.taps import Tape, taps
 from microtome.capture.texts import encode_texts
 from microtome.probes.attribution_terms import Term, double, probe_weights, stream_terms, with_heads
+from microtome.probes.sweep_result import Sweep
 
 MAX_TOKENS = 1024
 
@@ -108,7 +109,8 @@ def attribute(
 
     Args:
         texts: strings, message lists or token ids, as `capture` takes them.
-        probe: (weights [d_model], intercept) of the features as given, or an estimator with coef_ and intercept_.
+        probe: (weights [d_model], intercept) of the features as given, an estimator with coef_ and intercept_, or a
+            sweep, whose probe of the site it is.
         site: where the probe reads: "resid_post.11" or "resid_pre.11".
         split: "layer" (one part per contribution), "head", or "token" (heads, by source token).
         positions: the probed token, one for all or one per text; negative from the end of the text.
@@ -119,6 +121,7 @@ def attribute(
         ValueError: another site, a stream that is no plain sum up to there, attention that cannot be split so far
             (the message says why), a probe of another width or without a chosen class, parts that do not sum up.
         IndexError: a position that a text does not have.
+        TypeError: a probe without weights. KeyError: a sweep that has not probed the site.
     """
     module, tokenizer = (model.module, model.tokenizer) if isinstance(model, LoadedModel) else (model, None)
     if split not in ("layer", "head", "token"):
@@ -129,6 +132,9 @@ def attribute(
         raise ValueError(
             f"{site} is not a place on the stream that this can split. Probe 'resid_post.LAYER' or 'resid_pre.LAYER'."
         )
+    if isinstance(probe, Sweep):
+        of_site = probe.coef(site)  # KeyError where it was not probed
+        probe = (of_site, probe.intercepts[probe.table["site"].tolist().index(str(site))])
     weight, intercept = probe_weights(probe, output, anatomy.d_model)
     terms, start, start_weight, constant = stream_terms(module, anatomy, site, weight)
     if split != "layer":

@@ -33,9 +33,15 @@ class Term:
 def probe_weights(probe: Any, output: int | None, width: int) -> tuple[Float64[Tensor, " d_model"], float]:
     """Weight and intercept of one score; of several, those of `output` less the mean of all.
 
-    Raises ValueError for another width, and for several scores without a choice.
+    Raises ValueError for another width, and for several scores without a choice; TypeError for what has no weights.
     """
-    coef, intercept = (probe.coef_, probe.intercept_) if hasattr(probe, "coef_") else probe
+    is_pair = isinstance(probe, tuple | list) and len(probe) == 2
+    if not hasattr(probe, "coef_") and not is_pair:
+        raise TypeError(
+            f"probe is a {type(probe).__name__}; give (weights, intercept), an estimator with coef_ and intercept_ (of "
+            "a Pipeline its probe, fitted to raw features), or a Sweep."
+        )
+    coef, intercept = probe if is_pair else (probe.coef_, probe.intercept_)
     coef, intercept = (torch.as_tensor(np.asarray(part), dtype=torch.float64) for part in (coef, intercept))
     coef, intercept = coef.reshape(-1, coef.shape[-1]), intercept.reshape(-1)
     if coef.shape[1] != width or len(coef) != len(intercept):

@@ -68,7 +68,8 @@ def baselines(
 
     Scores are natural logits, [labelling, example]; with K classes log-probabilities [labelling, example, class];
     predicted numbers for numbers. Coefficients are per raw feature of the refit on all rows.
-    Raises ValueError for texts that are not one string per row, or hold no word twice.
+    Texts that share no word tell nothing: their bag is a constant. Raises ValueError for texts that are not one string
+    per row.
     """
     n_rows = labellings.shape[1]
     models = {}

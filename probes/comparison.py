@@ -14,7 +14,7 @@ positive difference says that the first is better for AUROC and accuracy, that i
 Beware: probes are taken as they are fitted. Both numbers are about these probes on rows like these.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import pandas as pd
 import torch
@@ -44,10 +44,25 @@ def compare_scores(
 ) -> pd.DataFrame:
     """One row per pair of out-of-fold logits: first, second (the metric), difference, low, high, p_value, p_any.
 
-    Raises ValueError for a NaN score, fewer than 100 draws or permutations, and as `bootstrap_auroc`.
+    Raises ValueError for a NaN score, labels of several classes or numbers, another metric, fewer than 100 draws or
+    permutations, and as `bootstrap_auroc`.
     """
     if min(draws, permutations) < _FEWEST_DRAWS:
         raise ValueError(f"draws={draws}, permutations={permutations}; give at least {_FEWEST_DRAWS} of each.")
+    if metric not in get_args(Metric):
+        raise ValueError(f"metric={metric!r}; give one of {', '.join(get_args(Metric))}.")
+    if first.dim() != 2 or first.shape != second.shape or positive.dtype != torch.bool or len(first) == 0:
+        raise ValueError(
+            f"Scores are {list(first.shape)} and {list(second.shape)}, labels {positive.dtype}; a comparison takes "
+            "[pair, example] logits of two classes on both sides, at least one pair. Make classes or numbers two: "
+            "labels == VALUE."
+        )
+    n_rows = first.shape[1]
+    if (len(positive), len(groups), test.dim(), test.shape[-1]) != (n_rows, n_rows, 2, n_rows):
+        raise ValueError(
+            f"{len(positive)} labels, {len(groups)} groups and folds {list(test.shape)} for scores of {n_rows} rows; "
+            "give one label and group per row, and folds [fold, example]."
+        )
     refuse_nan(first), refuse_nan(second)
     if metric == "auroc":
         both = torch.cat([first, second])

@@ -19,6 +19,8 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float64, Int64
 
+from microtome.probes.row_keys import row_keys
+
 _DRAWS_TRIED = 100
 
 
@@ -39,13 +41,14 @@ def control_task(
             holds every class (of numbers: two different ones).
 
     Raises ValueError for another number of types than labels, a row without a type, one type only, and if no draw
-    leaves every training mask every class.
+    leaves every training mask every class; TypeError as `row_keys`.
     """
-    codes = _type_codes(types, len(labels))
+    codes = type_codes(types, len(labels))
     n_types = int(codes.max()) + 1
     if n_types < 2:
+        first = row_keys(types, len(labels), "types").tolist()[0]
         raise ValueError(
-            f"All {len(labels)} rows are of one type ({_first(types)!r}), so their control labels are all the same. "
+            f"All {len(labels)} rows are of one type ({first!r}), so their control labels are all the same. "
             "Give a key that differs between rows: the token at the probed position, or the entity."
         )
     kept = np.ones((1, len(labels)), dtype=bool) if train is None else train
@@ -70,8 +73,14 @@ def shuffled_labels(
     """The labels in an order that keeps what groups share: for analyses without folds (a sweep shuffles within folds).
 
     Labels that are the same throughout each group are dealt to the groups anew. Otherwise groups of one size exchange
-    their labels, then the rows inside each group do.
+    their labels, then the rows inside each group do. Raises ValueError for another number of groups than labels, and
+    groups that are no numbers from 0.
     """
+    if len(labels) != len(groups) or groups.dtype.kind not in "iu" or groups.min(initial=0) < 0:
+        raise ValueError(
+            f"{len(labels)} labels for {len(groups)} groups of {groups.dtype}. Give one group number per row, such as "
+            "group_codes makes."
+        )
     rng = np.random.default_rng(seed)
     order = np.argsort(groups, kind="stable")
     sizes = np.bincount(groups)
@@ -97,7 +106,7 @@ def coverage(
     without a type, and masks without a test row.
     """
     train = ~test if train is None else train
-    codes = _type_codes(types, test.shape[1])
+    codes = type_codes(types, test.shape[1])
     if not test.any():
         raise ValueError("test has no row; give the test rows of each fold.")
     seen = 0
@@ -106,27 +115,12 @@ def coverage(
     return float(seen / test.sum())
 
 
-def _type_codes(types, n_rows: int) -> Int64[np.ndarray, " example"]:
-    if isinstance(types, str) or not hasattr(types, "__len__") or len(types) != n_rows:
-        given = f"{len(types)} entries" if hasattr(types, "__len__") and not isinstance(types, str) else repr(types)
-        raise ValueError(f"types has {given} for {n_rows} rows. Pass one key per row, such as the token probed.")
-    codes, _ = pd.factorize(_keys(types))
+def type_codes(types, n_rows: int) -> Int64[np.ndarray, " example"]:
+    """Number of each row's type, in order of first appearance."""
+    codes, _ = pd.factorize(row_keys(types, n_rows, "types"))
     if (codes < 0).any():
         raise ValueError(f"types has no key for row {int((codes < 0).argmax())}. Fill it in, or leave the row out.")
     return codes.astype(np.int64)
-
-
-def _keys(types) -> np.ndarray:
-    types = types.numpy(force=True) if hasattr(types, "detach") else types
-    if isinstance(types, np.ndarray | pd.Series) and types.ndim == 1:
-        return np.asarray(types)
-    keys = np.empty(len(types), dtype=object)  # so that tuples stay whole
-    keys[:] = [tuple(key) if isinstance(key, list) else key for key in types]
-    return keys
-
-
-def _first(types):
-    return _keys(types)[0]
 
 
 def _holds_every_class(control: np.ndarray, labels: np.ndarray, train: Bool[np.ndarray, "mask example"]) -> bool:

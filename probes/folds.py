@@ -55,6 +55,8 @@ def nested_folds(
     The inner training rows are `~test[f] & ~nested[f, i]`. Raises ValueError as `grouped_folds`, except that an inner
     test fold may lack a class: log-loss, by which inner folds are compared, does not need both.
     """
+    if folds < 2:
+        raise ValueError(f"inner_folds={folds}; a strength is chosen by cross-validation, which needs at least 2.")
     nested = np.zeros((len(test), folds, len(labels)), dtype=bool)
     for fold, is_test in enumerate(test):
         train = np.flatnonzero(~is_test)

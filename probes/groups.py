@@ -18,6 +18,8 @@ from jaxtyping import Int64
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from microtome.probes.row_keys import row_keys
+
 ROWS = "rows"
 _SHOWN = 3
 _MERGE = "Give them one group: groups=merged_groups(groups, texts, entities=entities) joins every such pair."
@@ -43,7 +45,8 @@ def group_codes(
     if texts is not None:
         _refuse_shared("text", normalised_texts(texts, n_rows=n_rows), codes, names)
     for column, keys in (entities or {}).items():
-        _refuse_shared(f"entity key in column {column!r}", _keys(keys, n_rows, f"entities[{column!r}]"), codes, names)
+        keys = row_keys(keys, n_rows, f"entities[{column!r}]")
+        _refuse_shared(f"entity key in column {column!r}", keys, codes, names)
     if codes.max() == 0:
         raise ValueError(
             f"All {n_rows} rows are in one group ({names[0]!r}), so no row can be held out. "
@@ -70,7 +73,7 @@ def merged_groups(
     if texts is not None:
         joined.append(pd.factorize(normalised_texts(texts, n_rows=n_rows))[0])
     for column, keys in (entities or {}).items():
-        joined.append(pd.factorize(_keys(keys, n_rows, f"entities[{column!r}]"))[0])
+        joined.append(pd.factorize(row_keys(keys, n_rows, f"entities[{column!r}]"))[0])
     rows, nodes, n_nodes = [], [], n_rows
     for column in joined:
         is_known = column >= 0
@@ -113,7 +116,7 @@ def _factorize(groups, n_rows: int) -> tuple[Int64[np.ndarray, " example"], list
                 f'groups={groups!r} is a string. Pass one key per row, or "rows" to declare the rows independent.'
             )
         return np.arange(n_rows, dtype=np.int64), list(range(n_rows))
-    keys = _keys(groups, n_rows, "groups")
+    keys = row_keys(groups, n_rows, "groups")
     codes, names = pd.factorize(keys)
     missing = np.flatnonzero(codes < 0)
     if len(missing):
@@ -122,23 +125,6 @@ def _factorize(groups, n_rows: int) -> tuple[Int64[np.ndarray, " example"], list
             "Fill them in, or drop the rows; a missing key is not a group."
         )
     return codes.astype(np.int64), list(names.tolist())
-
-
-def _keys(keys, n_rows: int, name: str) -> np.ndarray:
-    keys = keys.to_numpy() if hasattr(keys, "to_numpy") else keys
-    keys = keys.numpy(force=True) if hasattr(keys, "numpy") else keys
-    if not hasattr(keys, "__len__"):
-        raise TypeError(f"{name} is {keys!r} ({type(keys).__name__}); it needs one key per row.")
-    if len(keys) != n_rows:
-        raise ValueError(f"{name} has {len(keys)} entries for {n_rows} rows. Pass one key per row.")
-    if isinstance(keys, np.ndarray) and keys.ndim == 1:
-        return keys
-    if isinstance(keys, np.ndarray) and keys.ndim > 1:
-        raise ValueError(f"{name} has shape {keys.shape}; it needs one key per row, shape ({n_rows},).")
-    # an object array, so that mixed keys stay what they are and tuples stay whole
-    column = np.empty(n_rows, dtype=object)
-    column[:] = list(keys)
-    return column
 
 
 def _refuse_shared(what: str, keys: np.ndarray, codes: Int64[np.ndarray, " example"], names: list) -> None:

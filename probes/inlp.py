@@ -55,6 +55,10 @@ def inlp(
 
     Raises ValueError for one class, iterations below 1, held_out outside [0, 1), and what `fit_logistic` refuses.
     """
+    if codes.shape != features.shape[1:2] or codes.is_floating_point():
+        said = f"codes are {codes.dtype} {list(codes.shape)} for {features.shape[1]} rows"
+        raise ValueError(f"{said}; give class numbers.")
+    codes = codes.long()
     classes = int(codes.max()) + 1 if len(codes) else 0
     if classes < 2 or len(codes.unique()) < 2:
         raise ValueError(f"codes hold one class only ({codes.unique().tolist()}); erasure needs two classes.")

@@ -64,8 +64,7 @@ def _fit_two(scores: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, T
     _refuse_missing(torch.stack([total - held, held], dim=1))
     centre = scores @ weights / total
     z = scores - centre[:, None]
-    unit = (z.square() @ weights / total).sqrt()
-    unit = torch.where(unit > 0, unit, 1.0)
+    unit = _root_mean_square(z[..., None], weights)
     z /= unit[:, None]
     theta, objective = _newton(z, positive, weights, (held / (total - held)).log()[:, None], _two_derivatives)
     slope = theta[:, 0] / unit
@@ -82,13 +81,22 @@ def _fit_several(scores: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tenso
     z = scores - scores[..., :1]
     centre = (weights @ z / total)[:, None]
     z = z - centre
-    unit = ((z.square().sum(dim=2) @ weights) / total / (n_classes - 1)).sqrt()
-    unit = torch.where(unit > 0, unit, 1.0)
+    unit = _root_mean_square(z, weights) / math.sqrt(n_classes - 1)
     z /= unit[:, None, None]
     theta, objective = _newton(z, hot, weights, (held[:, 1:] / held[:, :1]).log(), _several_derivatives)
     slope = theta[:, 0] / unit
     loss = (objective - 0.5 * theta[:, 0].square()) / total / math.log(2)
     return slope, _with_first(theta) - slope[:, None] * centre[:, 0], loss
+
+
+def _root_mean_square(
+    z: Float64[Tensor, "probe example class"], weights: Float64[Tensor, " example"]
+) -> Float64[Tensor, " probe"]:
+    """Of the rows' lengths, by parts of the largest entry so that no square overflows or vanishes; 1 for zeros."""
+    largest = z.abs().amax(dim=(1, 2))
+    largest = torch.where(largest > 0, largest, 1.0)
+    square = (z / largest[:, None, None]).square().sum(dim=2) @ weights / weights.sum()
+    return torch.where(square > 0, square.sqrt() * largest, 1.0)
 
 
 def _newton(

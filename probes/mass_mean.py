@@ -58,10 +58,14 @@ class MassMeanProbe(ClassifierMixin, BaseEstimator):
             method="mass_mean_corrected" if self.corrected else "mass_mean",
             classes=n_classes,
             tolerance=float(self.tolerance),
+            priors=False,
         )
         self.coef_, self.intercept_ = path.weights[0, 0].numpy(), path.intercepts[0, 0].numpy()
+        log_rows = np.log(np.bincount(codes) / len(codes))
         if n_classes == 2:
             self.coef_, self.intercept_ = np.diff(self.coef_, axis=0), np.diff(self.intercept_)
+            log_rows = np.diff(log_rows)  # 0 for classes of equal size, so that small scores keep their digits
+        self.intercept_ = self.intercept_ + log_rows
         norm = np.linalg.norm(self.coef_, axis=1, keepdims=True)
         unit = self.coef_ / np.where(norm > 0, norm, 1.0)
         self.direction_ = unit[0] if n_classes == 2 else unit

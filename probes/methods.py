@@ -61,6 +61,8 @@ def probe_method(name: str | None, kind: Kind, *, class_weight: Literal["balance
 
     Raises ValueError for a name or a combination there is not.
     """
+    if class_weight not in (None, "balanced"):
+        raise ValueError(f"class_weight={class_weight!r}; give None or 'balanced'.")
     name = name or DEFAULT[kind]
     sparse = _SPARSE.fullmatch(name)
     if kind not in _OF_KIND.get("sparse_K" if sparse else name, ()) or name == "sparse_K":

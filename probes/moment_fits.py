@@ -97,7 +97,7 @@ def moment_fits_of_chunks(
     paths = _Paths.of(cells, values, targets, method)
     selected = _Selection.of(chunks, paths, targets, method)
     scores = _outer_scores(chunks, paths, targets, selected)
-    every = linear_path(cells.of(range(len(test))), values, method=method, classes=targets.classes)
+    every = _path(cells.of(range(len(test))), values, targets, method)
     fits = []
     for site in range(len(scores)):
         level = int(selected.wanted[site])
@@ -160,6 +160,11 @@ def _fold_moments(chunks: Chunks, targets: MomentTargets) -> Moments:
     return moments
 
 
+def _path(train: Moments, strengths: Tensor, targets: MomentTargets, method: Method) -> LinearPath:
+    # plain mass-mean is calibrated, and a constant beside scores of small features would cost their digits
+    return linear_path(train, strengths, method=method, classes=targets.classes, priors=method != "mass_mean")
+
+
 @dataclass(frozen=True)
 class _Paths:
     """Probes of every training set: fold f's without fold g at [f, g], fold f's own at [f, f]."""
@@ -173,7 +178,7 @@ class _Paths:
         paths: dict[tuple[int, int], LinearPath] = {}
         for f, g in combinations_with_replacement(range(folds), 2):
             train = cells.of([cell for cell in range(folds) if cell not in (f, g)])
-            paths[f, g] = paths[g, f] = linear_path(train, strengths, method=method, classes=targets.classes)
+            paths[f, g] = paths[g, f] = _path(train, strengths, targets, method)
 
         def stacked(name: str) -> Tensor:
             return torch.stack([torch.stack([getattr(paths[f, g], name) for g in range(folds)]) for f in range(folds)])

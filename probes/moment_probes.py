@@ -13,7 +13,9 @@ classes are one score, that of the second less that of the first. LDA solves wit
 and puts the between part back by (A - M Π Mᵀ)⁻¹ M = A⁻¹M (I - Π MᵀA⁻¹M)⁻¹.
 
 W⁺ leaves out directions whose within variance is below 1e-3, an average standardised feature having 1 (the paper's code
-cuts at 1e-3 in activation units). A constant feature has weight 0. Beware: mass-mean scores are no log-odds.
+cuts at 1e-3 in activation units). A constant feature has weight 0. Beware: mass-mean scores are no log-odds; and the
+corrected form does not see what tells the training rows apart without any variance within classes (a feature that is
+the label, or most of what separates fewer rows than features): take LDA there, whose penalty keeps such directions.
 """
 
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ def linear_path(
     classes: int = 1,
     standardize: bool = True,
     tolerance: float = TOLERANCE,
+    priors: bool = True,
 ) -> LinearPath:
     """The method's probes at every strength (mass-mean has none: the answer's strength axis is 1 long).
 
@@ -55,6 +58,8 @@ def linear_path(
         classes: columns per labelling.
         standardize: False leaves the penalty, and the tolerance, in units of the raw features.
         tolerance: within variance up to which corrected mass-mean leaves a direction out.
+        priors: False leaves log π_k out. Plain mass-mean scores are in squared units of the features, so that beside
+            scores of small features log π_k is all that is left of the digits; calibrated scores have no use for it.
 
     Raises ValueError for a class without a training row, and where no strength keeps the covariance invertible.
     """
@@ -77,7 +82,9 @@ def linear_path(
                 class_weights = _within_solved(_factors(covariance, strengths), shares, means)
             else:
                 class_weights = _pseudo_solved(covariance, shares, means, tolerance)[:, None]
-        offsets = shares.log() - 0.5 * torch.einsum("scldk,sldk->sclk", class_weights, means)
+        offsets = -0.5 * torch.einsum("scldk,sldk->sclk", class_weights, means)
+        if priors:
+            offsets = offsets + shares.log()
         if classes == 1:  # of two classes, the second less the first
             class_weights, offsets = class_weights.diff(dim=-1), offsets.diff(dim=-1)
         weights = class_weights.movedim(-2, -1).flatten(2, 3).mT

@@ -20,6 +20,8 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from microtome.probes.problem_checks import LARGEST
+
 _BLOCK_BYTES = 2**25  # float64 rows worked on at a time
 
 
@@ -49,7 +51,8 @@ class Moments:
     ) -> None:
         """Count in a chunk of rows. cells: the cell of each row, all 0 if None. weights: of each row, 1 if None.
 
-        Raises ValueError for other numbers of sites, features or targets than before, and for NaN or infinity.
+        Raises ValueError for other numbers of sites, features or targets than before, and for NaN, infinity or numbers
+        past 1e100.
         """
         n_sites, n_rows, width = features.shape
         expected = (*self.mean.shape[::2], *self.target_mean.shape[1:])
@@ -58,11 +61,11 @@ class Moments:
                 f"A chunk of {found[0]} sites, {found[1]} features, {found[2]} targets; expected {expected[0]}, "
                 f"{expected[1]}, {expected[2]}, as these moments hold."
             )
-        if not features.isfinite().all():
-            site, row, column = (~features.isfinite()).nonzero()[0].tolist()
+        if not (fits := features.abs() < LARGEST).all():  # nor is NaN
+            site, row, column = (~fits).nonzero()[0].tolist()
             raise ValueError(
                 f"Site {site}, row {row} of the chunk has {features[site, row, column].item()} in feature {column}. "
-                "Drop the row, or capture in float32 if it overflowed."
+                f"Drop the row, or capture in float32 if it overflowed; squares of numbers past {LARGEST:g} would."
             )
         cells = torch.zeros(n_rows, dtype=torch.int64) if cells is None else cells
         at_once = max(1, _BLOCK_BYTES // (8 * n_sites * width))

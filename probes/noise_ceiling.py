@@ -16,7 +16,10 @@ ceiling by chance within the interval, not beyond.
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float
+
+from microtome.probes.row_keys import row_keys
 
 _DRAWS_AT_ONCE = 250
 
@@ -47,6 +50,11 @@ def noise_ceiling(
     A column need not be the same person in every row. Raises ValueError for rows with fewer than two ratings, infinity,
     fewer than three rows, equal mean ratings, and as `noise_ceiling_of_means`.
     """
+    ratings = np.asarray(ratings, dtype=np.float64)
+    if ratings.ndim != 2:
+        raise ValueError(f"ratings have shape {ratings.shape}; give a table [row, rater].")
+    if splits < 0:
+        raise ValueError(f"splits={splits}; give 0 for no split-half reliability, or how many.")
     counts = np.isfinite(ratings).sum(axis=1)
     if np.isinf(ratings).any() or (counts < 2).any():
         row = int(np.argmax(np.isinf(ratings).any(axis=1) | (counts < 2)))
@@ -60,7 +68,7 @@ def noise_ceiling(
     halves = [_halves(ratings, counts, generator) for _ in range(splits)]
     factor = counts.mean() / (counts // 2).mean()
     return _with_intervals(
-        means, errors, groups, np.array(halves).reshape(splits, 2, -1), factor, draws, level, generator
+        means, errors, groups, np.array(halves).reshape(splits, 2, len(ratings)), factor, draws, level, generator
     )
 
 
@@ -78,6 +86,9 @@ def noise_ceiling_of_means(
     groups: rows of a group are resampled together; every row by itself if None. Raises ValueError for values that are
     not finite, a negative error, fewer than three rows, and means that are all equal.
     """
+    means, standard_errors = np.asarray(means, dtype=np.float64), np.asarray(standard_errors, dtype=np.float64)
+    if means.ndim != 1 or means.shape != standard_errors.shape:
+        raise ValueError(f"means have shape {means.shape}, errors {standard_errors.shape}; give one of each per row.")
     if not (np.isfinite(means).all() and np.isfinite(standard_errors).all() and (standard_errors >= 0).all()):
         raise ValueError("means and standard_errors must be finite, and errors 0 or more. Drop rows without ratings.")
     no_halves = np.empty((0, 2, len(means)))
@@ -111,9 +122,11 @@ def _with_intervals(
         raise ValueError(f"{n} rows with ratings from {means.min()} to {means.max()}; a ceiling needs 3 that differ.")
     if not 0 < level < 1:
         raise ValueError(f"level={level}; give a share between 0 and 1, such as 0.95.")
-    if groups is not None and len(groups) != n:
-        raise ValueError(f"groups has {len(groups)} entries for {n} rows. Pass one key per row.")
-    codes = np.arange(n) if groups is None else np.unique(groups, return_inverse=True)[1]
+    if draws < 1:
+        raise ValueError(f"draws={draws}; an interval needs draws, 2000 say.")
+    codes = np.arange(n) if groups is None else pd.factorize(row_keys(groups, n, "groups"), sort=True)[0]
+    if codes.min() < 0:
+        raise ValueError(f"groups has no key for row {int((codes < 0).argmax())}. Fill it in, or drop the row.")
     n_groups = int(codes.max()) + 1
     # about their mean, so that sums of squares lose no digits
     y, (a, b) = means - means.mean(), (halves - means.mean()).transpose(1, 0, 2)

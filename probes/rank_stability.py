@@ -45,9 +45,14 @@ def rank_stability(
 ) -> RankStability:
     """Stability of the order of probes by AUROC of out-of-fold scores (`sweep.scores`).
 
-    Raises ValueError for fewer than two probes, a `top` that is not below their number, fewer than 20 draws, and as
-    `bootstrap_auroc`.
+    Raises ValueError for labels other than two classes, fewer than two probes, a `top` that is not below their number,
+    fewer than 20 draws, and as `bootstrap_auroc`.
     """
+    if scores.dim() != 2 or positive.dtype != torch.bool:
+        raise ValueError(
+            f"scores are {list(scores.shape)}, labels {positive.dtype}; ranks are by AUROC of two classes, from "
+            "[probe, example] and bool. Of several classes give one: scores[..., K], labels == K."
+        )
     if not 1 <= top < len(scores):
         raise ValueError(f"top={top} of {len(scores)} probes; give a number from 1 to {len(scores) - 1}.")
     if draws < _FEWEST_DRAWS:

@@ -60,7 +60,8 @@ def ridge_path(
         groups: a group number per row (folds of a cross-validation, too); None leaves out single rows.
         sample_weight: of each row, above 0.
 
-    Raises ValueError for a negative penalty, fewer than two groups, weights that are not above 0, NaN or infinity.
+    Raises ValueError for other numbers of rows, a negative penalty, fewer than two groups, weights that are not above
+    0, NaN or infinity.
     """
     values = torch.as_tensor(list(penalties), dtype=torch.float64)
     _check(features, targets, values, groups, sample_weight)
@@ -206,6 +207,14 @@ def _by_size(codes: Int64[Tensor, " example"]) -> list[Tensor]:
 def _check(features: Tensor, targets: Tensor, penalties: Tensor, groups: Tensor | None, weights: Tensor | None) -> None:
     if len(penalties) == 0 or not (penalties.isfinite() & (penalties >= 0)).all():
         raise ValueError(f"penalties={penalties.tolist()}; give finite values of 0 or more, such as (1.0, 10.0).")
+    n_rows = features.shape[1]
+    for name, values, axes in (
+        ("targets", targets, "[example, output]"),
+        ("groups", groups, "[example]"),
+        ("sample_weight", weights, "[example]"),
+    ):
+        if values is not None and (values.dim() != axes.count(",") + 1 or len(values) != n_rows):
+            raise ValueError(f"{name} has shape {list(values.shape)} for {n_rows} rows of features; give {axes}.")
     for name, values in (("features", features), ("targets", targets)):
         if not values.isfinite().all():
             where = tuple((~values.isfinite()).nonzero()[0].tolist())

@@ -59,6 +59,8 @@ def _threshold(threshold: float | Mapping, site: Site, values: Tensor) -> Tensor
             raise KeyError(f"threshold has none for {site}; it has {list(by_name)[:6]}. Give one for every site.")
         threshold = by_name[str(site)]
     given = torch.as_tensor(threshold, dtype=values.dtype, device=values.device)
+    if given.isnan().any():
+        raise ValueError(f"the threshold of {site} is NaN, above which nothing lies. Give a number.")
     try:
         return given.expand(values.shape[1:])
     except RuntimeError as error:

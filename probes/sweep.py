@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from microtome.capture.activations import Activations
 from microtome.data.provenance import environment
 from microtome.probes.baselines import baselines as text_baselines
-from microtome.probes.control_task import control_task, coverage
+from microtome.probes.control_task import control_task, coverage, type_codes
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import ROWS
 from microtome.probes.labelled_rows import column_of, labelled_rows
@@ -316,8 +316,8 @@ def _control_task(
         return None, {"made": False, "reason": "no types" if types is not None else "not wanted"}
     keys = column_of(types, rows, "types")
     share = coverage(keys, test)
-    counts = pd.Series(list(keys)).value_counts()
-    largest = float(counts.iloc[0] / len(rows))
+    counts = np.bincount(type_codes(keys, len(rows)))
+    largest = float(counts.max() / len(rows))
     facts = {"types": len(counts), "coverage": share, "share_of_largest_type": largest}
     if is_default and share < LEAST_COVERAGE:
         return None, {"made": False, "reason": "types come back too seldom", **facts}
@@ -335,7 +335,9 @@ def _are_strings(texts) -> bool:
     return all(isinstance(text, str) for text in texts)
 
 
-def _ascending(strengths: Sequence[float]) -> tuple[float, ...]:
+def _ascending(strengths) -> tuple[float, ...]:
+    if np.ndim(strengths) != 1 or isinstance(strengths, str):
+        raise ValueError(f"strengths={strengths!r}; give several in ascending order, or one as (value,).")
     values = tuple(float(value) for value in strengths)
     if not values or any(b <= a for a, b in zip((0.0, *values), values, strict=False)):
         raise ValueError(

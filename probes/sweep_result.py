@@ -12,10 +12,12 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import torch
@@ -31,6 +33,7 @@ from microtome.capture.sites import Site, near_matches
 from microtome.figures.head_map import head_map
 from microtome.figures.layer_curve import layer_curve
 from microtome.probes.measures import MAIN
+from microtome.probes.site_blocks import as_activations
 from microtome.probes.target import Kind
 
 FORMAT = "microtome sweep 2"
@@ -123,12 +126,16 @@ class Sweep:
             raise KeyError(f"{name} was not probed. {hint}{known}")
         return self.coefficients[name]
 
-    def decision(self, activations: Activations) -> Float64[Tensor, "probe row *output"]:
+    def decision(
+        self, activations: Activations | Mapping | np.ndarray | Tensor | pd.DataFrame
+    ) -> Float64[Tensor, "probe row *output"]:
         """Scores of other activations under the probes refitted on all rows; rows of the table by rows of the data.
 
-        w·x + b, with w and b in the units of the raw features. For rows the sweep has seen take `scores`, which are out
-        of fold. Raises KeyError for a probed site that these activations lack, ValueError for one of another width.
+        w·x + b, with w and b in the units of the raw features; takes what `sweep` takes. For rows the sweep has seen
+        take `scores`, which are out of fold. Raises KeyError for a probed site that these activations lack, ValueError
+        for one of another width.
         """
+        activations = as_activations(activations)
         logits = []
         for name, intercept in zip(self.table["site"], self.intercepts, strict=True):
             features, weights = activations[name].double(), self.coefficients[name]

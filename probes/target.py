@@ -5,13 +5,16 @@ fraction are numbers. Whole numbers of more than two values could be either, so 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
+
+from microtome.probes.problem_checks import LARGEST
+from microtome.probes.row_keys import as_array, row_keys
 
 Kind = Literal["binary", "classes", "numbers"]
 _SHOWN = 5
@@ -44,13 +47,22 @@ class Target:
 def target_of(labels, *, n_rows: int, kind: Kind | None = None) -> Target:
     """The target that labels `[row]` describe.
 
-    Raises ValueError for another length or shape, a missing label (NaN, None), infinity, one value only, whole numbers
-    of more than two values without `kind`, and a `kind` that the labels cannot be.
+    Raises ValueError for another length or shape, a missing label (NaN, None), infinity, numbers whose squares overflow
+    or vanish, one value only, whole numbers of more than two values without `kind`, and a `kind` that the labels cannot
+    be.
     """
-    labels = labels.numpy(force=True) if hasattr(labels, "numpy") else labels
+    if kind not in (None, *get_args(Kind)):
+        raise ValueError(
+            f"target={kind!r}; give one of {', '.join(get_args(Kind))}, or None to read it off the labels."
+        )
+    labels = as_array(labels)
     series = pd.Series(labels).reset_index(drop=True) if np.ndim(labels) == 1 else None
     if series is None or len(series) != n_rows:
         raise ValueError(f"labels has shape {np.shape(labels)}, activations {n_rows} rows. Pass one label per row.")
+    if pd.api.types.is_complex_dtype(series):
+        raise ValueError("labels are complex numbers. Give one real number per row: their size, angle or a part.")
+    if pd.api.types.is_object_dtype(series):
+        series = pd.Series(row_keys(series, n_rows, "labels"), dtype=object)
     if series.isna().any():
         raise ValueError(
             f"{int(series.isna().sum())} of {n_rows} labels are missing (first: row {int(series.isna().argmax())}). "
@@ -94,4 +106,9 @@ def _numbers(series: pd.Series) -> Float64[np.ndarray, " example"]:
     if not np.isfinite(numbers).all():
         row = int(np.argmin(np.isfinite(numbers)))
         raise ValueError(f"labels[{row}] is {numbers[row]}; a number must be finite. Drop the row or fix the label.")
+    if np.abs(numbers).max() > LARGEST or np.ptp(numbers) < 1 / LARGEST:
+        raise ValueError(
+            f"labels lie from {numbers.min():g} to {numbers.max():g}, whose squares no float can hold. Give them in "
+            "another unit."
+        )
     return numbers

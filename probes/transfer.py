@@ -46,6 +46,7 @@ from microtome.probes.bootstrap import (
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.labelled_rows import column_of, labelled_rows
 from microtome.probes.metrics import accuracy, fold_auroc
+from microtome.probes.row_keys import row_keys
 from microtome.probes.transfer_fits import source_scores, with_shuffled
 
 _FEWEST_BOOTSTRAPS = 100
@@ -225,10 +226,7 @@ class _Case:
 def _domains(
     domains, positive: np.ndarray, groups: np.ndarray, folds: int
 ) -> tuple[Int64[np.ndarray, " example"], tuple[str, ...]]:
-    domains = pd.Series(np.asarray(domains)) if not isinstance(domains, pd.Series) else domains.reset_index(drop=True)
-    if len(domains) != len(positive):
-        raise ValueError(f"domains has {len(domains)} entries for {len(positive)} rows. Pass one name per row.")
-    codes, names = pd.factorize(domains)
+    codes, names = pd.factorize(row_keys(domains, len(positive), "domains"))
     if (codes < 0).any():
         raise ValueError(f"Row {int((codes < 0).argmax())} has no domain. Name it, or leave the row out.")
     if len(names) < 2:

@@ -11,6 +11,7 @@ which an L2 penalty on z cannot tell from one on (x - mean) / s: with all axes i
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,20 +45,18 @@ class WordFeatures:
 def bag_of_words(texts: Sequence[str], train: Bool[Tensor, " example"]) -> WordFeatures | None:
     """tf-idf of the words that occur in two training texts or more, the `MOST_WORDS` most frequent of them.
 
-    None if all training texts have the same of them. Raises ValueError if no word occurs twice.
+    None if all training texts have the same of them, or none at all: then no word tells anything.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer  # importing it draws from Python's random state
 
     distinct = list(dict.fromkeys(texts))
     number = {text: place for place, text in enumerate(distinct)}
     trained = [texts[row] for row in train.nonzero()[:, 0].tolist()]
-    if not any(re.search(_WORD, text) for text in trained):
-        raise ValueError("The training texts hold no word, so there is no bag of words. Pass texts, or texts=None.")
+    n_holding = Counter(word for text in trained for word in set(re.findall(_WORD, text.lower())))
+    if not any(count > 1 for count in n_holding.values()):
+        return None
     vectors = TfidfVectorizer(min_df=2, max_features=MOST_WORDS, sublinear_tf=True, token_pattern=_WORD)
-    try:
-        vectors.fit(trained)
-    except ValueError as error:
-        raise ValueError("No word occurs in two training texts: there is no bag of words. Pass texts=None.") from error
+    vectors.fit(trained)
     raw = vectors.transform(distinct).toarray()[[number[text] for text in texts]]
     return _on_axes(torch.from_numpy(raw), train, tuple(vectors.get_feature_names_out()))
 

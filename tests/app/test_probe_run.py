@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from microtome.app.cli import app as command
@@ -152,3 +153,30 @@ def test_activations_with_other_rows_are_refused(files) -> None:
     done = run("acts", "--rows", "eeg.csv", "--label", "is_rem", "--group", "rows")
     assert done.exit_code == 2
     assert "eeg.csv has 90 rows, acts 3" in done.output
+
+
+def test_other_labels_in_the_file_of_rows_are_another_run(files) -> None:
+    arguments = ["eeg.npy", "--rows", "eeg.csv", "--label", "is_rem", "--group", "subject", *FLAGS]
+    assert run(*arguments).exit_code == 0
+    table = pd.read_csv("eeg.csv")
+    table.assign(is_rem=~table["is_rem"]).to_csv("eeg.csv", index=False)
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert "made with other settings (rows_file was" in done.output
+
+
+def test_two_processes_do_not_write_one_run(files) -> None:
+    arguments = ["eeg.npy", "--rows", "eeg.csv", "--label", "is_rem", "--group", "subject", *FLAGS]
+    kept = files / "runs" / ".eeg--is_rem.fits"
+    kept.mkdir(parents=True)
+    with FileLock(kept / "lock"):
+        done = run(*arguments)
+    assert done.exit_code == 2
+    assert "another process works on" in done.output
+    assert run(*arguments).exit_code == 0
+    assert not list((files / "runs").glob(".*"))
+
+
+def test_a_mistake_leaves_no_folder(files) -> None:
+    assert run("eeg.npy", "--rows", "eeg.csv", "--label", "nothing", "--group", "subject", *FLAGS).exit_code == 2
+    assert not list((files / "runs").glob("*"))

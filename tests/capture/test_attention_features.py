@@ -3,6 +3,7 @@
 import copy
 import sys
 from dataclasses import replace
+from inspect import unwrap
 
 import numpy as np
 import pytest
@@ -168,6 +169,11 @@ def test_no_square_pattern_is_held(loaded, monkeypatch) -> None:
 def test_bad_input_says_what_to_do(loaded, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention_features(loaded("llama"), TEXTS, progress=False, **options)
+
+
+def test_keys_are_named(loaded) -> None:
+    with pytest.raises(TypeError, match="name each group of tokens"):
+        unwrap(attention_features)(loaded("llama"), TEXTS, keys=["first"], progress=False)
 
 
 def test_ready_inputs_and_training_mode_are_refused(loaded, tiny) -> None:

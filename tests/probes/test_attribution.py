@@ -13,6 +13,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from microtome.capture.models import LoadedModel
 from microtome.capture.taps import taps
 from microtome.probes.attribution import attribute
+from microtome.probes.sweep import sweep
 
 IDS = [[5, 9, 30, 4, 77, 8, 21], [11, 6, 90], [3, 44, 17, 60, 12]]
 
@@ -155,6 +156,29 @@ def test_refusals_say_why(known) -> None:
         by_layer.centred(attribute(model, IDS, probe(), site="resid_post.1"))
     with pytest.raises(ValueError, match="another model or site"):
         by_layer.centred(attribute(model, IDS, probe(), site="resid_post.0", split="layer"))
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_sweep_gives_the_probe_of_its_site(known, classes: int) -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.permutation(np.arange(60) % classes)
+    rows = {name: rng.normal(size=(60, 32)) + labels[:, None] for name in ("resid_post.0", "resid_post.1")}
+    options = {"folds": 3, "inner_folds": 2, "permutations": 0, "bootstraps": 100, "progress": False}
+    found = sweep(rows, labels, groups="rows", target="binary" if classes == 2 else "classes", **options)
+    pair = (found.coef("resid_post.1"), found.intercepts[1])
+    output = None if classes == 2 else 2
+    by_sweep, by_pair = (
+        attribute(known("llama"), IDS, given, site="resid_post.1", output=output) for given in (found, pair)
+    )
+    assert torch.equal(by_sweep.scores, by_pair.scores)
+    with pytest.raises(KeyError, match=r"resid_post.2 was not probed"):
+        attribute(known("llama"), IDS, found, site="resid_post.2", output=output)
+
+
+@pytest.mark.parametrize("given", [np.ones(32), torch.ones(32), "weights", None, (np.ones(32),)])
+def test_what_has_no_weights_and_intercept_is_no_probe(known, given) -> None:
+    with pytest.raises(TypeError, match=r"give \(weights, intercept\), an estimator"):
+        attribute(known("llama"), IDS, given, site="resid_post.1")
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+from inspect import unwrap
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -146,3 +148,20 @@ def test_bad_input_is_explained():
         rank_stability(first, *rest, top=2)
     with pytest.raises(ValueError, match="draws=3"):
         rank_stability(first, *rest, top=1, draws=3)
+
+
+def test_only_logits_of_two_classes_are_compared_and_ranked():
+    first, second, positive, groups, test = case()
+    with pytest.raises(ValueError, match="metric='balanced_accuracy'; give one of auroc, accuracy, bits"):
+        unwrap(compare_scores)(first, second, positive, groups, test, metric="balanced_accuracy")
+    for labels in (positive.long(), positive.double()):
+        with pytest.raises(ValueError, match="logits of two classes on both sides"):
+            unwrap(compare_scores)(first, second, labels, groups, test, metric="accuracy")
+        with pytest.raises(ValueError, match="ranks are by AUROC of two classes"):
+            unwrap(rank_stability)(first, labels, groups, test, top=1)
+    with pytest.raises(ValueError, match="logits of two classes on both sides"):
+        unwrap(compare_scores)(first[:0], second[:0], positive, groups, test)
+    with pytest.raises(ValueError, match=r"290 groups and folds \[5, 300\] for scores of 300 rows"):
+        unwrap(compare_scores)(first, second, positive, groups[:290], test, metric="accuracy")
+    with pytest.raises(ValueError, match=r"folds \[5, 290\] for scores of 300 rows"):
+        unwrap(compare_scores)(first, second, positive, groups, test[:, :290], metric="accuracy")

@@ -1,3 +1,5 @@
+from inspect import unwrap
+
 import numpy as np
 import pytest
 import torch
@@ -80,7 +82,7 @@ def test_bad_input_is_explained(rows):
     types, positive, test = rows
     with pytest.raises(ValueError, match="399 entries for 400 rows"):
         control_task(types[1:], positive)
-    with pytest.raises(ValueError, match="types has 'token' for 400 rows"):
+    with pytest.raises(TypeError, match=r"types is .token. .str.; it needs one key per row"):
         coverage("token", test)
     with pytest.raises(ValueError, match="no key for row 2"):
         control_task(["a", "b", None, "c"], np.array([True, False, True, False]))
@@ -115,3 +117,9 @@ def test_shuffled_labels_keep_groups_together():
     exchanged = shuffled_labels(nearly, pairs, seed=4).reshape(40, 2).sum(axis=1)
     assert (exchanged != nearly.reshape(40, 2).sum(axis=1)).sum() > 8
     assert sorted(exchanged) == sorted(nearly.reshape(40, 2).sum(axis=1))
+
+
+@pytest.mark.parametrize("groups", [np.arange(4), np.array(list("aabbccddee")), np.arange(10) - 1])
+def test_a_shuffle_wants_a_group_number_for_every_label(groups):
+    with pytest.raises(ValueError, match="one group number per row"):
+        unwrap(shuffled_labels)(np.arange(10) % 2 == 0, groups)

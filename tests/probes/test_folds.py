@@ -109,3 +109,11 @@ def test_classes_are_called_by_their_names() -> None:
         grouped_folds(labels, groups, folds=3, names=("'often'", "'rare'"))
     with pytest.raises(ValueError, match="no row of class 'rare', which lies in 1 of 31 groups"):
         grouped_folds(np.append(labels, 1), np.append(np.minimum(groups, 30), 30), folds=3, names=("'often'", "'rare'"))
+
+
+def test_inner_folds_are_at_least_two():
+    labels = np.arange(40) % 2
+    test = grouped_folds(labels, np.arange(40), folds=4)
+    for folds in (0, 1):
+        with pytest.raises(ValueError, match=f"inner_folds={folds}"):
+            nested_folds(labels, np.arange(40), test, folds=folds)

@@ -1,5 +1,7 @@
 """INLP: its projection, when it stops, and that LEACE changes less for the same guardedness."""
 
+from inspect import unwrap
+
 import numpy as np
 import pytest
 import torch
@@ -98,3 +100,13 @@ def test_bad_input_says_what_is_wrong() -> None:
         inlp(X, y, held_out=1.0)
     with pytest.raises(ValueError, match="39 entries for 40 rows"):
         inlp(X, y, groups=np.arange(39))
+
+
+def test_codes_are_class_numbers_of_every_row():
+    features = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 40, 3)))
+    codes = torch.arange(40) % 2
+    for bad in (codes[:-1], codes.double(), codes[:, None]):
+        with pytest.raises(ValueError, match="for 40 rows; give class numbers"):
+            unwrap(inlp)(features, bad)
+    found = [inlp(features, one, held_out=0).directions for one in (codes, codes.int())]
+    assert torch.equal(*found)

@@ -75,3 +75,21 @@ def test_bad_input_says_what_to_do() -> None:
         MassMeanProbe().fit(X, np.zeros(len(y)))
     with pytest.raises(ValueError, match="a variance of 0 or more"):
         MassMeanProbe(tolerance=-1).fit(X, y)
+
+
+@pytest.mark.parametrize("unit", [1e-60, 1e-8, 1e8, 1e60])
+def test_classes_of_equal_size_are_told_apart_in_any_unit(unit) -> None:
+    y = np.arange(80) % 2
+    X = np.random.default_rng(0).normal(size=(80, 3)) + 2 * y[:, None]
+    np.testing.assert_array_equal(
+        MassMeanProbe().fit(X * unit, y).predict(X * unit), MassMeanProbe().fit(X, y).predict(X)
+    )
+
+
+def test_the_corrected_form_leaves_out_a_feature_that_is_the_label() -> None:
+    y = np.arange(200) % 2
+    X = np.c_[y, np.random.default_rng(0).normal(size=(200, 2))]
+    assert MassMeanProbe().fit(X, y).score(X, y) == 1
+    corrected = MassMeanProbe(corrected=True).fit(X, y)
+    assert corrected.coef_[0, 0] == pytest.approx(0, abs=1e-3)
+    assert corrected.score(X, y) < 0.7

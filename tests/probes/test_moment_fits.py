@@ -51,7 +51,9 @@ def fitted_scores(kind, method, strength, x, y, held_out):
         "mass_mean_corrected": np.linalg.inv(within),
     }[method]
     apart = h[:, None] - means
-    scores = -0.5 * np.einsum("nki,ij,nkj->nk", apart, inverse, apart) + np.log(np.mean(y[:, None] == classes, axis=0))
+    scores = -0.5 * np.einsum("nki,ij,nkj->nk", apart, inverse, apart)
+    if method != "mass_mean":  # whose calibration has the class shares
+        scores += np.log(np.mean(y[:, None] == classes, axis=0))
     return scores[:, 1] - scores[:, 0] if kind == "binary" else scores
 
 
@@ -255,3 +257,13 @@ def test_sites_too_wide_for_moments_are_refused_before_any_work() -> None:
     test = torch.arange(12) % 3 == torch.arange(3)[:, None]
     with pytest.raises(ValueError, match=r"20,000 features: the moments of 3 folds take 10 GB.*probe=\"logistic\""):
         moment_fits(features, (torch.arange(12) % 2 == 0)[None], test)
+
+
+@pytest.mark.parametrize("kind", ["binary", "classes"])
+@pytest.mark.parametrize("unit", [1e-60, 1e-8, 1e8, 1e60])
+def test_mass_mean_scores_do_not_depend_on_the_unit_of_the_features(kind, unit):
+    x, labels, test = make(kind)
+    pair = (moment_fits(features, labels, test, method="mass_mean") for features in (x, x * unit))
+    for plain, scaled in zip(*pair, strict=True):
+        assert torch.allclose(plain.scores, scaled.scores, rtol=0, atol=1e-9)
+        assert torch.allclose(plain.coefficients, scaled.coefficients * unit, rtol=1e-9)

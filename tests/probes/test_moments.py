@@ -114,3 +114,6 @@ def test_bad_chunks_are_refused(rows):
     features[1, 7, 2] = torch.nan
     with pytest.raises(ValueError, match="Site 1, row 7 of the chunk has nan in feature 2"):
         moments.update(features, targets)
+    features[1, 7, 2] = 1e160
+    with pytest.raises(ValueError, match=r"Site 1, row 7 of the chunk has 1e\+160 in feature 2.*past 1e\+100"):
+        moments.update(features, targets)

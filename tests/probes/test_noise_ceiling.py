@@ -1,6 +1,9 @@
 """Noise ceilings of planted ratings."""
 
+from inspect import unwrap
+
 import numpy as np
+import pandas as pd
 import pytest
 
 from microtome.probes.noise_ceiling import noise_ceiling, noise_ceiling_of_means
@@ -74,3 +77,24 @@ def test_bad_input_says_what_to_do() -> None:
         noise_ceiling_of_means(np.arange(5.0), np.ones(5), groups=np.arange(2))
     with pytest.raises(ValueError, match="level=95"):
         noise_ceiling_of_means(np.arange(5.0), np.ones(5), level=95.0)
+
+
+def test_tables_lists_and_wrong_shapes() -> None:
+    ratings = np.random.default_rng(0).normal(size=(30, 1)) + np.random.default_rng(1).normal(size=(30, 4))
+    found = noise_ceiling(ratings, draws=50)
+    assert unwrap(noise_ceiling)(pd.DataFrame(ratings), draws=50) == found
+    assert unwrap(noise_ceiling)(ratings.tolist(), draws=50) == found
+    without = noise_ceiling(ratings, splits=0, draws=50)
+    assert without.ceiling == found.ceiling
+    assert np.isnan(without.split_half)
+    for bad, message in (
+        ({"ratings": ratings[:, 0]}, r"shape \(30,\); give a table"),
+        ({"ratings": ratings, "splits": -1}, "splits=-1"),
+        ({"ratings": ratings, "draws": 0}, "draws=0"),
+        ({"ratings": ratings, "groups": np.array([None, *range(29)], dtype=object)}, "no key for row 0"),
+        ({"ratings": ratings, "groups": np.arange(29)}, "29 entries for 30 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            unwrap(noise_ceiling)(**bad)
+    with pytest.raises(ValueError, match=r"shape \(3,\), errors \(2,\)"):
+        unwrap(noise_ceiling_of_means)(np.arange(3.0), np.ones(2))

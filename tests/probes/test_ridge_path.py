@@ -1,5 +1,7 @@
 """Left-out residuals in closed form against refits."""
 
+from inspect import unwrap
+
 import numpy as np
 import pytest
 import torch
@@ -124,3 +126,12 @@ def test_bad_input_says_what_to_do():
     features[1, 3, 2] = torch.nan
     with pytest.raises(ValueError, match=r"features holds NaN or infinity \(first at index \(1, 3, 2\)\)"):
         ridge_path(features, targets, (1.0,))
+
+
+@pytest.mark.parametrize("name", ["targets", "groups", "sample_weight"])
+def test_other_numbers_of_rows_are_refused(name):
+    x, y, *_ = data()
+    given = {"targets": y, "groups": torch.arange(len(y)) // 2, "sample_weight": torch.ones(len(y))}
+    given[name] = given[name][:-3]
+    with pytest.raises(ValueError, match=rf"{name} has shape \[57.*for 60 rows"):
+        unwrap(ridge_path)(x, penalties=[1.0], **given)

@@ -140,3 +140,8 @@ def test_bad_input_says_what_to_do() -> None:
         code_neighbours(plain, pd.Series([1.0, np.nan] * 30), groups="group")
     with pytest.raises(KeyError):
         code_neighbours(plain, "label", groups="group", sites=["mlp_act.4"])
+
+
+def test_a_threshold_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="is NaN"):
+        sign_patterns(Activations.from_arrays({"a": np.ones((3, 2))}), threshold=float("nan"))

@@ -1,5 +1,7 @@
 """Sweeps of classes and of numbers, with other probes, control tasks and baselines."""
 
+from inspect import unwrap
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,9 +9,11 @@ import torch
 
 from microtome.capture.activations import Activations
 from microtome.probes import site_blocks as site_blocks_module
+from microtome.probes.methods import probe_method
 from microtome.probes.permutation import best_site_null, group_permutations, ridge_statistic
 from microtome.probes.sweep import sweep
 from microtome.probes.sweep_result import Sweep
+from microtome.probes.target import target_of
 
 QUICK = {"folds": 3, "inner_folds": 2, "permutations": 60, "bootstraps": 100, "progress": False}
 N = 180
@@ -187,3 +191,24 @@ def test_family_wise_error_of_other_targets(kind) -> None:
         null = best_site_null(ridge_statistic(features, labelled, torch.from_numpy(test), kind=kind))
         rejections += int(null.p_value.min() <= 0.05)
     assert rejections <= 17  # of 150 at 5 %: exceeded in one world of a thousand
+
+
+def test_names_there_are_not_are_refused():
+    with pytest.raises(ValueError, match="target='class'; give one of binary, classes, numbers"):
+        unwrap(target_of)(np.arange(40) % 2, n_rows=40, kind="class")
+    for weight in ({0: 1.0, 1: 5.0}, "even"):
+        with pytest.raises(ValueError, match="give None or 'balanced'"):
+            unwrap(probe_method)("logistic", "binary", class_weight=weight)
+    for strengths in (1.0, "0.1"):
+        with pytest.raises(ValueError, match=r"one as \(value,\)"):
+            unwrap(sweep)(np.ones((40, 2)), np.arange(40) % 2, groups="rows", strengths=strengths)
+
+
+def test_decision_takes_what_the_sweep_takes():
+    rows = np.random.default_rng(0).normal(size=(40, 2))
+    options = {"groups": "rows", "permutations": 0, "bootstraps": 100, "folds": 3, "inner_folds": 2, "progress": False}
+    found = sweep(rows, np.arange(40) % 2, **options)
+    scores = found.decision(rows)
+    assert scores.shape == (1, 40)
+    for other in (torch.from_numpy(rows), pd.DataFrame(rows), {"features": rows}):
+        assert torch.equal(found.decision(other), scores)

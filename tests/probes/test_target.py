@@ -67,3 +67,16 @@ def test_folds_of_numbers_are_stratified_by_fifths() -> None:
 def test_unusable_labels_are_named(labels, kind, message) -> None:
     with pytest.raises(ValueError, match=message):
         target_of(labels, n_rows=3, kind=kind)
+
+
+@pytest.mark.parametrize("unit", [1e150, 1e-150])
+def test_numbers_whose_squares_no_float_holds_are_refused(unit):
+    with pytest.raises(ValueError, match="in another unit"):
+        target_of(np.array([1.0, 2.5, 3.0]) * unit, n_rows=3, kind="numbers")
+
+
+def test_complex_numbers_and_what_has_no_hash_are_no_labels():
+    with pytest.raises(ValueError, match="complex numbers"):
+        target_of(np.array([1 + 1j, 2 + 1j, 3 + 0j]), n_rows=3, kind="numbers")
+    with pytest.raises(TypeError, match=r"labels\[0\] is {} \(dict\), which is no key"):
+        target_of(pd.Series([{}, {}, {"a": 1}]), n_rows=3)
