@@ -4,9 +4,9 @@ Source: the `*_anonDataRatings.txt` files beside the ground truth in vaderSentim
 per text its id, mean, deviation and the list of single ratings. Kept here: their mean, their deviation with divisor
 raters - 1 (the files' own has divisor raters), their number.
 
-Beware: 15 to 29 people rated a film snippet, 20 a product review or editorial, 20 to 99 a tweet. In 199 tweets, those
-rewritten with capitals, marks and degree words, the ground truth is not the mean of the ratings (up to 1.1 apart): a
-noise ceiling should leave them out, or take `raw_rating` as the target.
+Beware: 15 to 29 people rated a film snippet, 20 a product review or editorial, 20 to 99 a tweet. In 199 tweets the
+ground truth is not the mean of these ratings (up to 1.1 apart; as many tweets are rewritten sentences, see `sentiment`,
+but whether they are the same was not looked at): a noise ceiling leaves them out, or takes `raw_rating` as the target.
 """
 
 import re

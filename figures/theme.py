@@ -21,6 +21,8 @@ DIVERGING_ON_DARK = ((0.0, "#ffa488"), (0.25, "#b84e3e"), (0.5, "#252a31"), (0.7
 # columns without one are sequential
 MIDPOINT = {
     "auroc": 0.5,
+    "r2": 0.0,
+    "control_r2": 0.0,
     "ridge_auroc": 0.5,
     "accuracy": 0.5,
     "balanced_accuracy": 0.5,
@@ -30,6 +32,11 @@ MIDPOINT = {
 }
 _LABEL = {
     "auroc": "AUROC",
+    "r2": "R2",
+    "control_r2": "R2 on shuffled labels",
+    "ridge_r2": "R2 of the ridge probe",
+    "control_task_auroc": "AUROC on a label per token",
+    "bits": "bits per row",
     "accuracy": "accuracy",
     "control_auroc": "AUROC on shuffled labels",
     "control_accuracy": "accuracy on shuffled labels",

@@ -3,13 +3,27 @@
 
 from typing import assert_type
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from microtome.capture import Activations, Anatomy, LoadedModel, Site, Span, Tape, capture, dissect, load_model, taps
+from microtome.capture import (
+    Activations,
+    Anatomy,
+    LoadedModel,
+    Site,
+    Span,
+    Tape,
+    capture,
+    dissect,
+    load_model,
+    read_features,
+    taps,
+)
 from microtome.capture.provenance import Provenance
 from microtome.data import DATA_SETS, Archive, LabelledTexts, data_status, load_data
-from microtome.probes import Sweep, sweep
+from microtome.probes import Sweep, Transfer, compare_sites, sweep, transfer
+from microtome.probes.target import Kind
 
 loaded = load_model("smollm2", device="cpu", dtype=torch.float32)
 assert_type(loaded, LoadedModel)
@@ -50,3 +64,9 @@ assert_type(tape["logits"], Tensor)
 
 result = sweep(activations, "label", groups="rows", permutations=99)
 assert_type(result, Sweep)
+assert_type(result.kind, Kind)
+assert_type(result.measure, str)
+assert_type(result.decision(activations), Tensor)
+assert_type(transfer(activations, "label", "domain", groups="rows"), Transfer)
+assert_type(compare_sites(result, [("z.5.3", "z.5.4")]), pd.DataFrame)
+assert_type(read_features("eeg.csv", labels="state"), Activations)
