@@ -3,8 +3,8 @@
 Source: Hutto and Gilbert (2014), "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text",
 ICWSM 8, section 4: each text was rated from -4 (extremely negative) to 4 (extremely positive) by 20 people as a
 rule (15 at least), and the mean is given. The four `*_GroundTruth.txt` files lie in an archive inside the source
-archive of PyPI's vaderSentiment 3.3.2 (MIT). It is fetched by name on first use, its hash and row counts are checked, and the parsed
-table is kept in the cache; nothing of it is committed here.
+archive of PyPI's vaderSentiment 3.3.2 (MIT). It is fetched by name on first use, its hash and row counts are
+checked, and the parsed table is kept in the cache; nothing of it is committed here.
 
 Groups (`text_groups`): texts that are equal, or nearly (word sets 80 % alike), and snippets of one review or article
 stay on one side of a split. Measured: 15,397 groups, the largest of 77 rows (six product reviews that share stock
