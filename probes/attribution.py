@@ -10,7 +10,8 @@ The stream at the probed site is the embedding plus what every block before it a
 here). The blocks' trunks are those that `dissect` proved, so factors and vectors on the way are counted
 (`attribution_terms` carries w back through them).
 
-For several classes a weight means nothing up to a constant: `output=k` takes w_k less the mean of all classes.
+For several classes a weight means nothing up to a constant: `output=k`, or the name of class k, takes w_k less the mean
+of all classes.
 
 Beware: exact is not causal. A part that adds to the score may be cancelled by a later one, and taking it out changes
 later parts. The stream must be a sum: models with a norm on the trunk (BERT) are refused, and models with a norm after
@@ -39,7 +40,6 @@ from microtome.capture.tap_plan import Read
 from microtome.capture.taps import Tape, taps
 from microtome.capture.texts import encode_texts
 from microtome.probes.attribution_terms import Term, double, probe_weights, stream_terms, with_heads
-from microtome.probes.sweep_result import Sweep
 
 MAX_TOKENS = 1024
 
@@ -102,24 +102,25 @@ def attribute(
     site: str | tuple | Site,
     split: str = "head",
     positions: int | Iterable[int] = -1,
-    output: int | None = None,
+    output: int | str | None = None,
     **encoding: Any,
 ) -> Attribution:
     """Split a probe's score on every text.
 
     Args:
         texts: strings, message lists or token ids, as `capture` takes them.
-        probe: (weights [d_model], intercept) of the features as given, an estimator with coef_ and intercept_, or a
-            sweep, whose probe of the site it is.
+        probe: a sweep that probed the site; (weights [d_model], intercept) of the features as given; or an estimator
+            with coef_ and intercept_.
         site: where the probe reads: "resid_post.11" or "resid_pre.11".
         split: "layer" (one part per contribution), "head", or "token" (heads, by source token).
         positions: the probed token, one for all or one per text; negative from the end of the text.
-        output: which class, for a probe of several.
+        output: which class, for a probe of several: its number, or its name in the sweep or the estimator's classes_.
         encoding: as of `encode_texts`, such as add_special_tokens.
 
     Raises:
         ValueError: another site, a stream that is no plain sum up to there, attention that cannot be split so far
             (the message says why), a probe of another width or without a chosen class, parts that do not sum up.
+        KeyError: a site that the sweep did not probe.
         IndexError: a position that a text does not have.
         TypeError: a probe without weights. KeyError: a sweep that has not probed the site.
     """
@@ -132,10 +133,7 @@ def attribute(
         raise ValueError(
             f"{site} is not a place on the stream that this can split. Probe 'resid_post.LAYER' or 'resid_pre.LAYER'."
         )
-    if isinstance(probe, Sweep):
-        of_site = probe.coef(site)  # KeyError where it was not probed
-        probe = (of_site, probe.intercepts[probe.table["site"].tolist().index(str(site))])
-    weight, intercept = probe_weights(probe, output, anatomy.d_model)
+    weight, intercept = probe_weights(probe, output, anatomy.d_model, site)
     terms, start, start_weight, constant = stream_terms(module, anatomy, site, weight)
     if split != "layer":
         terms = [with_heads(term, module, anatomy) for term in terms]

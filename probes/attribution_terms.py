@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from microtome.capture.anatomy import TERM_OF_ROLE, Anatomy, Block, coefficient
 from microtome.capture.layouts import affine_weight
 from microtome.capture.sites import Site
+from microtome.probes.sweep_result import Sweep
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +31,28 @@ class Term:
     bias: float = 0.0
 
 
-def probe_weights(probe: Any, output: int | None, width: int) -> tuple[Float64[Tensor, " d_model"], float]:
+def probe_weights(
+    probe: Any, output: int | str | None, width: int, site: Site
+) -> tuple[Float64[Tensor, " d_model"], float]:
     """Weight and intercept of one score; of several, those of `output` less the mean of all.
 
-    Raises ValueError for another width, and for several scores without a choice; TypeError for what has no weights.
+    Of two classes the one score is the second's; by name, the first's is its negative.
+    Raises ValueError for another width, several scores without a choice, and a class that the probe has not; KeyError
+    for a site that the sweep did not probe; TypeError for what has no weights.
     """
-    is_pair = isinstance(probe, tuple | list) and len(probe) == 2
-    if not hasattr(probe, "coef_") and not is_pair:
+    names: list[str] = []
+    if isinstance(probe, Sweep):
+        coef, intercept, names = probe.coef(site), probe.intercept(site), probe.classes
+    elif hasattr(probe, "coef_"):
+        coef, intercept = probe.coef_, probe.intercept_
+        names = [str(name) for name in getattr(probe, "classes_", ())]
+    elif isinstance(probe, tuple | list) and len(probe) == 2:
+        coef, intercept = probe
+    else:
         raise TypeError(
             f"probe is a {type(probe).__name__}; give (weights, intercept), an estimator with coef_ and intercept_ (of "
             "a Pipeline its probe, fitted to raw features), or a Sweep."
         )
-    coef, intercept = probe if is_pair else (probe.coef_, probe.intercept_)
     coef, intercept = (torch.as_tensor(np.asarray(part), dtype=torch.float64) for part in (coef, intercept))
     coef, intercept = coef.reshape(-1, coef.shape[-1]), intercept.reshape(-1)
     if coef.shape[1] != width or len(coef) != len(intercept):
@@ -49,12 +60,21 @@ def probe_weights(probe: Any, output: int | None, width: int) -> tuple[Float64[T
             f"The probe has weights {tuple(coef.shape)} and {len(intercept)} intercept(s); the stream has {width} "
             "features. Attribution is for probes of resid_post and resid_pre."
         )
+    if isinstance(output, str):
+        if output not in names:
+            known = f"its classes are {', '.join(map(repr, names[:8]))}" if names else "this probe names no classes"
+            raise ValueError(f"output={output!r}: {known}. Give a class by name, or its number.")
+        if len(coef) == 1:
+            sign = 1.0 if names.index(output) == 1 else -1.0
+            return sign * coef[0], sign * float(intercept[0])
+        output = names.index(output)
     if len(coef) == 1:
         if output not in (None, 0):
             raise ValueError(f"output={output}, but the probe has one score.")
         return coef[0], float(intercept[0])
     if output is None or not 0 <= output < len(coef):
-        raise ValueError(f"The probe has {len(coef)} classes; say which with output=0 to {len(coef) - 1}.")
+        by_name = f", or by name ({', '.join(map(repr, names[:8]))})" if names else ""
+        raise ValueError(f"The probe has {len(coef)} classes; say which with output=0 to {len(coef) - 1}{by_name}.")
     return coef[output] - coef.mean(0), float(intercept[output] - intercept.mean())
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from microtome.probes.metrics import average_ranks, class_loss_bits, log_loss_bits, refuse_nan
+from microtome.probes.sweep_result import Sweep
 from microtome.probes.temperature import as_classes, fitted_temperature, temperature_scaled
 
 BINS = 15
@@ -183,8 +184,8 @@ def reliability(
 
 
 def calibration_table(
-    logits: Float[Tensor, "probe example *output"],
-    labels: Bool[Tensor, " example"] | Int64[Tensor, " example"],
+    logits: Float[Tensor, "probe example *output"] | Sweep,
+    labels: Bool[Tensor, " example"] | Int64[Tensor, " example"] | None = None,
     test: Bool[Tensor, "fold example"] | None = None,
     *,
     bins: int = BINS,
@@ -192,13 +193,26 @@ def calibration_table(
     draws: int = 200,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """One row per probe, from scores of rows that the probe was not fitted on.
+    """One row per probe, from scores of rows that the probe was not fitted on: a sweep, or logits and labels.
 
-    Columns: brier; ece, ece_floor and ece_excess (their difference); rms_calibration_error (root of the debiased square
-    over bins of equally many rows, 0 where that is negative); slope and intercept (two classes; NaN with more). With
-    the test rows of each fold: temperature (of all rows), and ece_scaled, ece_floor_scaled, bits_scaled after dividing
-    the logits of each fold by the temperature of the other folds' rows.
+    Columns: site (of a sweep, which brings its labels and folds); brier; ece, ece_floor and ece_excess (their
+    difference); rms_calibration_error (root of the debiased square over bins of equally many rows, 0 where that is
+    negative); slope and intercept (two classes; NaN with more). With the test rows of each fold: temperature (of all
+    rows), and ece_scaled, ece_floor_scaled, bits_scaled after dividing the logits of each fold by the temperature of
+    the other folds' rows.
+    Raises ValueError for logits without labels, a sweep with labels, and a sweep of numbers.
     """
+    if isinstance(logits, Sweep):
+        if labels is not None or test is not None:
+            raise ValueError("A sweep brings its labels and folds: give the sweep alone, or logits with labels.")
+        if logits.kind == "numbers":
+            raise ValueError("This sweep predicts numbers, which state no probability. Calibration is for classes.")
+        options = {"bins": bins, "equal_mass": equal_mass, "draws": draws, "seed": seed}
+        table = calibration_table(logits.scores, logits.truth, logits.test, **options)
+        table.insert(0, "site", logits.table["site"].to_numpy())
+        return table
+    if labels is None:
+        raise ValueError("Logits need their labels: calibration_table(logits, labels), or give a sweep.")
     confidence, right = stated(logits, labels)
     options = {"bins": bins, "equal_mass": equal_mass}
     table = {"brier": brier_score(logits, labels)}

@@ -33,6 +33,7 @@ from microtome.capture.activations import Activations
 from microtome.probes.control_task import shuffled_labels
 from microtome.probes.labelled_rows import column_of, labelled_rows
 from microtome.probes.logistic_solver import WIDE, default_strengths, fit_logistic
+from microtome.probes.table_html import table_html
 from microtome.probes.target import Kind, target_of
 
 BOUNDARIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.0625, 0.125, 0.25, 0.5, 1.0)
@@ -51,6 +52,18 @@ class DescriptionLength:
 
     table: pd.DataFrame
     bits: Float64[Tensor, "site labelling shuffle"]
+
+    def __repr__(self) -> str:
+        real = self.table[self.table["labelling"] == "labels"]
+        best = real.loc[real["compression"].idxmax()]
+        controls = ", ".join(name for name in dict.fromkeys(self.table["labelling"]) if name != "labels")
+        return (
+            f"DescriptionLength({len(real)} sites, most compressed {best['site']} {best['compression']:.2f} times, "
+            f"{best['bits_per_row']:.3f} bits per row; controls: {controls or 'none'})"
+        )
+
+    def _repr_html_(self) -> str:
+        return table_html(repr(self), self.table)
 
 
 def description_length(

@@ -29,6 +29,7 @@ from microtome.probes.direction_finders import Finder, find_directions
 from microtome.probes.folds import grouped_folds
 from microtome.probes.labelled_rows import labelled_rows
 from microtome.probes.metrics import fold_auroc
+from microtome.probes.table_html import table_html
 
 MAX_REDRAWS = 100
 
@@ -48,6 +49,17 @@ class DirectionTable:
     pairs: pd.DataFrame
     finders: pd.DataFrame
     directions: dict[str, dict[str, Float64[Tensor, " feature"]]]
+
+    def __repr__(self) -> str:
+        best = self.finders.loc[self.finders["auroc"].idxmax()]
+        return (
+            f"DirectionTable({len(self.directions)} sites, {self.finders['finder'].nunique()} finders, median |cosine| "
+            f"{self.pairs['cosine'].abs().median():.2f}; best {best['finder']} at {best['site']} AUROC "
+            f"{best['auroc']:.3f}, stability {best['stability']:.2f})"
+        )
+
+    def _repr_html_(self) -> str:
+        return table_html(repr(self), self.pairs)
 
     def matrix(self, site: str, value: str = "cosine") -> pd.DataFrame:
         """Finders by finders at one site, 1 on the diagonal.

@@ -24,6 +24,9 @@ class Erasure:
     left: Float64[Tensor, "feature rank"]
     right: Float64[Tensor, "rank feature"]
 
+    def __repr__(self) -> str:
+        return f"Erasure({len(self.mean)} features, rank {self.rank})"
+
     @property
     def rank(self) -> int:
         """Dimensions that are taken out."""
@@ -61,6 +64,12 @@ class Erasures:
     mean: Float64[Tensor, "site feature"]
     left: Float64[Tensor, "site feature rank"]
     right: Float64[Tensor, "site rank feature"]
+
+    def __repr__(self) -> str:
+        ranks = (self.left != 0).any(dim=1).sum(dim=1)
+        low, high = (int(ranks.min()), int(ranks.max())) if len(self) else (0, 0)
+        rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
+        return f"Erasures({len(self)} {'site' if len(self) == 1 else 'sites'}, {self.mean.shape[1]} features, {rank})"
 
     def __len__(self) -> int:
         return len(self.mean)

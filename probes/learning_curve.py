@@ -32,6 +32,7 @@ from microtome.probes.folds import grouped_folds
 from microtome.probes.labelled_rows import labelled_rows
 from microtome.probes.logistic_solver import WIDE, default_strengths, fit_logistic
 from microtome.probes.metrics import fold_auroc, logit_loss_bits
+from microtome.probes.table_html import table_html
 
 _SMALLEST = 8  # groups, half of which are fitted to choose the strength
 _TOLERANCE = 1e-5
@@ -47,6 +48,18 @@ class LearningCurve:
     """
 
     table: pd.DataFrame
+
+    def __repr__(self) -> str:
+        best = self.table.loc[self.table["auroc"].idxmax()]
+        first, last = self.table["groups"].min(), self.table["groups"].max()
+        return (
+            f"LearningCurve({self.table['site'].nunique()} sites, {first:.0f} to {last:.0f} training groups; best "
+            f"{best['site']} AUROC {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}] with "
+            f"{best['groups']:.0f})"
+        )
+
+    def _repr_html_(self) -> str:
+        return table_html(repr(self), self.table)
 
     def plot(self, sites: Sequence[str] | None = None) -> go.Figure:
         """Figure of the named sites (up to four; the first ones if None)."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float64, Int64, Shaped
+from jaxtyping import Bool, Float32, Float64, Int64, Shaped
 from torch import Tensor
 
 from microtome.probes.bootstrap import (
@@ -38,7 +38,6 @@ from microtome.probes.metrics import (
 )
 from microtome.probes.target import Kind
 
-MAIN: Mapping[Kind, str] = {"binary": "auroc", "classes": "auroc", "numbers": "r2"}
 SECOND: Mapping[Kind, str | None] = {"binary": "accuracy", "classes": "accuracy", "numbers": None}
 
 
@@ -67,29 +66,45 @@ def intervals_of(
 
     Raises ValueError for a NaN score and for labels of which no fold tests two classes.
     """
+    value, draws = main_measure(scores, truth, kind, rows)
+    if kind == "numbers":
+        return {"r2": percentile_intervals(value, draws, stretch=rows.stretch, bounds=(-math.inf, 1.0))}
+    is_right = right(scores, truth, kind)
+    share = is_right.to(torch.float64).mean(dim=-1)
+    shares = bootstrap_accuracy(is_right, rows.groups, draws=rows.draws, seed=rows.seed)
+    return {
+        "auroc": percentile_intervals(value, draws, stretch=rows.stretch),
+        "accuracy": percentile_intervals(share, shares, stretch=rows.stretch),
+    }
+
+
+def main_measure(
+    scores: Float64[Tensor, "probe example *output"],
+    truth: Shaped[Tensor, " example"],
+    kind: Kind,
+    rows: Resampling,
+) -> tuple[Float64[Tensor, " probe"], Float32[Tensor, "probe draw"]]:
+    """AUROC (of classes the macro one) or R2 on the rows as they are, and in every draw of the groups.
+
+    Probes share their draws. Raises as `intervals_of`.
+    """
     how = {"draws": rows.draws, "seed": rows.seed}
     if kind == "numbers":
         errors, null = squared_errors(scores, truth, rows.test)
-        draws = bootstrap_r2(errors, null, rows.groups, **how)
-        r2 = 1 - errors.sum(dim=1) / null.sum()
-        return {"r2": percentile_intervals(r2, draws, stretch=rows.stretch, bounds=(-math.inf, 1.0))}
-    if kind == "binary":
-        value, draws = (
-            fold_auroc(scores, truth, rows.test),
-            bootstrap_auroc(scores, truth, rows.groups, rows.test, **how),
-        )
-    else:
-        classes = truth.unique()
-        one_by_one = [(scores[..., code], truth == code) for code in classes.tolist()]
-        value = torch.stack([fold_auroc(one, is_it, rows.test) for one, is_it in one_by_one]).mean(dim=0)
-        draws = sum(bootstrap_auroc(one, is_it, rows.groups, rows.test, **how) for one, is_it in one_by_one)
-        draws = draws / len(classes)
-    is_right = right(scores, truth, kind)
-    share = is_right.to(torch.float64).mean(dim=-1)
-    return {
-        "auroc": percentile_intervals(value, draws, stretch=rows.stretch),
-        "accuracy": percentile_intervals(share, bootstrap_accuracy(is_right, rows.groups, **how), stretch=rows.stretch),
-    }
+        return 1 - errors.sum(dim=1) / null.sum(), bootstrap_r2(errors, null, rows.groups, **how)
+    one_by_one = against_rest(scores, truth)
+    value = torch.stack([fold_auroc(one, is_it, rows.test) for one, is_it in one_by_one]).mean(dim=0)
+    draws = sum(bootstrap_auroc(one, is_it, rows.groups, rows.test, **how) for one, is_it in one_by_one)
+    return value, draws / len(one_by_one)
+
+
+def against_rest(
+    scores: Float64[Tensor, "probe example *output"], truth: Bool[Tensor, " example"] | Int64[Tensor, " example"]
+) -> list[tuple[Float64[Tensor, "probe example"], Bool[Tensor, " example"]]]:
+    """Scores of each class that rows have, and whether a row is of it; of two classes the positive one alone."""
+    if truth.dtype == torch.bool:
+        return [(scores, truth)]
+    return [(scores[..., code], truth == code) for code in truth.unique().tolist()]
 
 
 def others_of(

@@ -49,6 +49,7 @@ from microtome.probes.paired_swap import SwapNull, paired_swap
 from microtome.probes.permutation import shuffled_control
 from microtome.probes.pooling import last_rows, pool_last
 from microtome.probes.site_blocks import as_activations
+from microtome.probes.table_html import table_html
 
 _SHUFFLES_TRIED = 100
 _FEWEST_BATCHES = 1000
@@ -76,6 +77,16 @@ class NonlinearGain:
     null: Float64[Tensor, " permutation"]  # largest gain of any site in each exchange of the scores, stretched
     type_coverage: float  # share of held-out rows whose type the training rows hold; NaN without types
     provenance: dict[str, Any]
+
+    def __repr__(self) -> str:
+        best = self.strongest(1).iloc[0]
+        return (
+            f"NonlinearGain({len(self.table)} sites, best gain {best['site']} {best['gain']:+.3f} "
+            f"[{best['gain_low']:.3f}, {best['gain_high']:.3f}], p {best['p_gain_best_site']:.3g})"
+        )
+
+    def _repr_html_(self) -> str:
+        return table_html(repr(self), self.table)
 
     def strongest(self, count: int = 10) -> pd.DataFrame:
         """The sites of largest gain."""

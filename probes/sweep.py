@@ -214,6 +214,7 @@ def sweep(
         null_line=math.nan if null is None else null.line,
         selected=selected_site(probes, fits, labellings[0], wanted.kind, resampling),
         baselines=baseline_table(known, labellings[0], wanted.kind, resampling),
+        baseline_scores=torch.stack([fit.scores[0] for fit in known.values()]) if known else nothing,
         truth=labellings[0],
         control_truth=labellings[1],
         control_task_truth=labellings[2] if has_task else nothing,

@@ -32,9 +32,8 @@ from microtome.capture.activations import Activations
 from microtome.capture.sites import Site, near_matches
 from microtome.figures.head_map import head_map
 from microtome.figures.layer_curve import layer_curve
-from microtome.probes.measures import MAIN
 from microtome.probes.site_blocks import as_activations
-from microtome.probes.target import Kind
+from microtome.probes.target import MAIN, Kind
 
 FORMAT = "microtome sweep 2"
 _TABLE, _BASELINES = "table.parquet", "baselines.parquet"
@@ -77,6 +76,7 @@ class Sweep:
     null_line: float  # what the best site exceeds in 5 % of shuffles; NaN without shuffles
     selected: SelectedSite
     baselines: pd.DataFrame  # what can be told without the model: words, length, place; empty without texts
+    baseline_scores: Float64[Tensor, "..."]  # their out-of-fold scores, [baseline, example, *output]; empty without
     truth: Shaped[Tensor, " example"]  # labels: True for the larger of two, class numbers, or numbers
     control_truth: Shaped[Tensor, " example"]
     control_task_truth: Shaped[Tensor, " _"]  # empty without a control task
@@ -118,13 +118,23 @@ class Sweep:
 
         Raises KeyError for a site that was not probed, listing near matches.
         """
+        return self.coefficients[self._probed(site)]
+
+    def intercept(self, site: str | tuple | Site) -> Float64[Tensor, "*output"]:
+        """What the score of a site's probe, refitted on all rows, is where every raw feature is 0.
+
+        Raises KeyError as `coef`.
+        """
+        return self.intercepts[self.table["site"].tolist().index(self._probed(site))]
+
+    def _probed(self, site: str | tuple | Site) -> str:
         name = str(any_site(site))
         if name not in self.coefficients:
             heads = [probe for probe in self.coefficients if probe.startswith(f"{name}.")]
             hint = f"Its heads were: {', '.join(heads)}." if heads else near_matches(name, self.coefficients)
             known = "" if hint else f"Probed were {', '.join(list(self.coefficients)[:8])}."
             raise KeyError(f"{name} was not probed. {hint}{known}")
-        return self.coefficients[name]
+        return name
 
     def decision(
         self, activations: Activations | Mapping | np.ndarray | Tensor | pd.DataFrame
@@ -221,7 +231,7 @@ class Sweep:
             selected=selected,
             baselines=baselines,
             provenance=facts["provenance"],
-            **arrays,
+            **{"baseline_scores": torch.empty(0, dtype=torch.float64)} | arrays,  # sweeps of before had none
         )
 
     def _write(self, folder: Path) -> None:
@@ -231,6 +241,7 @@ class Sweep:
             "intercepts": self.intercepts,
             "null": self.null,
             "control_task_scores": self.control_task_scores,
+            "baseline_scores": self.baseline_scores,
             "truth": self.truth,
             "control_truth": self.control_truth,
             "control_task_truth": self.control_task_truth,

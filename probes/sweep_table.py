@@ -12,11 +12,11 @@ from torch import Tensor
 
 from microtome.capture.sites import Site
 from microtome.probes.bootstrap import Intervals
-from microtome.probes.measures import MAIN, Resampling, baseline_rate, intervals_of, others_of
+from microtome.probes.measures import Resampling, baseline_rate, intervals_of, others_of
 from microtome.probes.nested_fit import NestedFit
 from microtome.probes.permutation import BestSiteNull
 from microtome.probes.sweep_result import SelectedSite
-from microtome.probes.target import Kind
+from microtome.probes.target import MAIN, Kind
 
 CONTROLS = ("control", "control_task")  # shuffled labels; one label per type
 

@@ -4,6 +4,7 @@ Which of them is read off the labels: two values are two classes, strings and ot
 fraction are numbers. Whole numbers of more than two values could be either, so the caller says which.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,6 +18,7 @@ from microtome.probes.problem_checks import LARGEST
 from microtome.probes.row_keys import as_array, row_keys
 
 Kind = Literal["binary", "classes", "numbers"]
+MAIN: Mapping[Kind, str] = {"binary": "auroc", "classes": "auroc", "numbers": "r2"}  # the measure to judge by
 _SHOWN = 5
 
 

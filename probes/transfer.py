@@ -47,6 +47,7 @@ from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.labelled_rows import column_of, labelled_rows
 from microtome.probes.metrics import accuracy, fold_auroc
 from microtome.probes.row_keys import row_keys
+from microtome.probes.table_html import table_html
 from microtome.probes.transfer_fits import source_scores, with_shuffled
 
 _FEWEST_BOOTSTRAPS = 100
@@ -72,6 +73,18 @@ class Transfer:
     positive: Bool[Tensor, " example"]
     groups: Int64[Tensor, " example"]
     test: Bool[Tensor, "fold example"]
+
+    def __repr__(self) -> str:
+        apart = self.table[self.table["train"] != self.table["test"]]
+        best = apart.loc[apart["auroc"].idxmax()]
+        return (
+            f"Transfer({len(self.domains)} domains, {len(self.sites)} sites, {len(self.positive):,} rows; best between "
+            f"domains {best['train']} to {best['test']} at {best['site']} AUROC {best['auroc']:.3f} "
+            f"[{best['auroc_low']:.3f}, {best['auroc_high']:.3f}])"
+        )
+
+    def _repr_html_(self) -> str:
+        return table_html(repr(self), self.choices)
 
     def pair(self, train: str, test: str, site: str) -> dict[str, Tensor]:
         """Scores, positive, groups and test of one pair's test rows, as `compare_scores` and `gap_recovered` take them.

@@ -10,6 +10,7 @@ from perturbation import perturb
 from sklearn.linear_model import LogisticRegression
 from transformers import GraniteConfig, GraniteForCausalLM
 
+from microtome.capture.activations import Activations
 from microtome.capture.models import LoadedModel
 from microtome.capture.taps import taps
 from microtome.probes.attribution import attribute
@@ -121,6 +122,39 @@ def test_several_classes_and_centring(known) -> None:
     assert centred.loc[centred["component"] == "intercept", "centred"].abs().max() < 1e-12
     with pytest.raises(ValueError, match="3 classes; say which"):
         attribute(model, IDS, fitted, site="resid_post.1")
+
+
+def test_a_sweep_is_a_probe_and_classes_have_names(known) -> None:
+    model = known("llama")
+    with torch.no_grad(), taps(model, "resid_post.1") as tape:
+        ids = torch.randint(3, 120, (60, 5), generator=torch.Generator().manual_seed(0))
+        model(ids)
+    acts = Activations.from_arrays({"resid_post.1": tape["resid_post.1"][:, -1]})
+    names = np.array(["ant", "bee", "cat"])[np.arange(60) % 3]
+    quick = {"groups": "rows", "permutations": 0, "bootstraps": 100, "progress": False, "folds": 2, "inner_folds": 2}
+    result, texts = sweep(acts, names, **quick), ids[:4].tolist()
+    wanted = result.decision(acts)[0, :4]
+    found = attribute(model, texts, result, site="resid_post.1", output="cat")
+    np.testing.assert_allclose(found.scores, wanted[:, 2] - wanted.mean(1), atol=1e-4)
+    assert torch.equal(found.scores, attribute(model, texts, result, site="resid_post.1", output=2).scores)
+    with pytest.raises(ValueError, match=r"3 classes; say which with output=0 to 2, or by name .'ant', 'bee', 'cat'"):
+        attribute(model, texts, result, site="resid_post.1")
+    with pytest.raises(ValueError, match="output='dog': its classes are 'ant', 'bee', 'cat'"):
+        attribute(model, texts, result, site="resid_post.1", output="dog")
+    with pytest.raises(KeyError, match=r"resid_post\.0 was not probed"):
+        attribute(model, texts, result, site="resid_post.0", output="cat")
+    two = sweep(acts, names == "bee", **quick)
+    plain, yes, no = (
+        attribute(model, texts, two, site="resid_post.1", output=o).scores for o in (None, "True", "False")
+    )
+    np.testing.assert_allclose(plain, two.decision(acts)[0, :4], atol=1e-4)
+    assert torch.equal(plain, yes)
+    np.testing.assert_allclose(plain, -no, atol=1e-9)
+    fitted = LogisticRegression(max_iter=500).fit(acts["resid_post.1"].numpy(), names)
+    by_name, by_number = (attribute(model, texts, fitted, site="resid_post.1", output=o).scores for o in ("bee", 1))
+    assert torch.equal(by_name, by_number)
+    with pytest.raises(ValueError, match="output='bee': this probe names no classes"):
+        attribute(model, texts, probe(), site="resid_post.1", output="bee")
 
 
 def test_strings_carry_their_tokens(known, word_tokenizer) -> None:

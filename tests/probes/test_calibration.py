@@ -1,4 +1,5 @@
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
@@ -14,6 +15,7 @@ from microtome.probes.calibration import (
     squared_calibration_error,
     stated,
 )
+from microtome.probes.sweep import sweep
 
 
 def beta_case(n, probes, *, seed=0):
@@ -160,6 +162,26 @@ def test_table_of_overconfident_probes_and_what_a_temperature_does():
     table = calibration_table(three, torch.arange(90) % 3, torch.arange(90) % 3 == torch.arange(3)[:, None])
     assert table["slope"].isna().all()
     assert table["bits_scaled"].between(1.4, 1.8).all()
+
+
+def test_table_takes_a_sweep():
+    rng = np.random.default_rng(0)
+    quick = {"groups": "rows", "permutations": 0, "bootstraps": 100, "progress": False, "folds": 3, "inner_folds": 2}
+    codes = rng.permutation(np.arange(90) % 3)
+    sites = {f"resid_post.{layer}": rng.normal(size=(90, 4)) + layer * np.eye(4)[codes] for layer in range(2)}
+    for labels in (codes == 1, np.array(["a", "b", "c"])[codes]):
+        result = sweep(sites, labels, **quick)
+        table = calibration_table(result, bins=10)
+        assert table["site"].tolist() == list(sites)
+        expected = calibration_table(result.scores, result.truth, result.test, bins=10)
+        pd.testing.assert_frame_equal(table.drop(columns="site"), expected)
+        np.testing.assert_allclose(calibration_table(result)["ece"], result.table["ece"])
+    with pytest.raises(ValueError, match="predicts numbers"):
+        calibration_table(sweep(sites, rng.normal(size=90), **quick))
+    with pytest.raises(ValueError, match="give the sweep alone"):
+        calibration_table(result, result.truth)
+    with pytest.raises(ValueError, match="Logits need their labels"):
+        calibration_table(result.scores)
 
 
 def test_bad_input_is_explained():

@@ -50,6 +50,10 @@ def test_noise_does_not_compress_and_information_shortens_the_code(case):
     assert table.loc[("resid_post.2", "labels"), "compression"] == pytest.approx(N * entropy(positive) / more)
     assert table.loc[("resid_post.2", "labels"), "uniform_compression"] == pytest.approx(N / more)
     assert lengths.bits.shape == (3, 2, 5)
+    most = table.loc[("resid_post.2", "labels")]
+    shown = f"most compressed resid_post.2 {most['compression']:.2f} times, {most['bits_per_row']:.3f} bits per row"
+    assert repr(lengths) == f"DescriptionLength(3 sites, {shown}; controls: shuffled)"
+    assert "<th>compression</th>" in lengths._repr_html_()
 
 
 def test_agreement_with_a_loop_over_scikit_learn(case):

@@ -52,6 +52,10 @@ def test_cosines_are_what_the_directions_say() -> None:
             abs(u @ covariance @ v) / np.sqrt(u @ covariance @ u * (v @ covariance @ v))
         )
         assert np.isnan(row["cosine_low"])
+    best = table.finders.sort_values("auroc", ascending=False, kind="stable").iloc[0]
+    assert repr(table).startswith(f"DirectionTable({len(X)} sites, 2 finders, median |cosine| ")
+    assert f"best {best['finder']} at {best['site']} AUROC {best['auroc']:.3f}, stability nan" in repr(table)
+    assert "<th>whitened_cosine</th>" in table._repr_html_()
     matrix = table.matrix("resid_post.0", "whitened_cosine")
     assert matrix.loc["lda", "mass_mean"] == matrix.loc["mass_mean", "lda"] < 1 == matrix.loc["lda", "lda"]
 

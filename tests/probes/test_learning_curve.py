@@ -28,6 +28,10 @@ def test_more_groups_help_where_there_is_something_to_learn(case):
     table = curve.table
     assert table["groups"].tolist() == [10, 20, 40, 80] * 2
     assert table["rows"].tolist() == [20, 40, 80, 160] * 2
+    best = table.loc[table["auroc"].argmax()]
+    assert repr(curve).startswith("LearningCurve(2 sites, 10 to 80 training groups; best ")
+    assert f"best {best['site']} AUROC {best['auroc']:.3f} [{best['auroc_low']:.3f}, " in repr(curve)
+    assert "<th>auroc_spread</th>" in curve._repr_html_()
     weak, strong = table["auroc"].to_numpy().reshape(2, 4)
     assert weak[-1] > weak[0] + 0.08
     assert strong.min() > 0.85

@@ -42,6 +42,9 @@ def test_a_gain_is_found_where_it_is_and_nowhere_else() -> None:
     assert xor["mlp_selectivity"] == pytest.approx(xor["mlp_auroc"] - xor["mlp_control_auroc"])
     assert found.strongest(1)["site"].item() == "z.0.0"
     assert (table["epochs"] <= 15).all()
+    shown = f"NonlinearGain(4 sites, best gain z.0.0 +{xor['gain']:.3f} [{xor['gain_low']:.3f}, {xor['gain_high']:.3f}]"
+    assert repr(found) == f"{shown}, p 0.001)"
+    assert "<td>z.0.0</td>" in found._repr_html_()
 
 
 def test_a_network_remembers_more_of_a_control_task() -> None:

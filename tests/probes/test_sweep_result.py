@@ -6,8 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from microtome.capture.activations import Activations
+from microtome.probes import sweep_result
 from microtome.probes.sweep_result import SelectedSite, Sweep
 
 
@@ -39,6 +41,7 @@ def result():
         scores=random(8, 20),
         control_scores=random(8, 20),
         control_task_scores=random(8, 20),
+        baseline_scores=random(1, 20),
         coefficients={name: random(4) for name in names[:6]} | {name: random(12) for name in names[6:]},
         intercepts=random(8),
         null=random(99),
@@ -58,7 +61,15 @@ def result():
 def assert_same(left: Sweep, right: Sweep):
     pd.testing.assert_frame_equal(left.table, right.table)
     pd.testing.assert_frame_equal(left.baselines, right.baselines)
-    for name in ("scores", "control_scores", "control_task_scores", "intercepts", "null", "fold_strengths"):
+    for name in (
+        "scores",
+        "control_scores",
+        "control_task_scores",
+        "baseline_scores",
+        "intercepts",
+        "null",
+        "fold_strengths",
+    ):
         torch.testing.assert_close(getattr(left, name), getattr(right, name), rtol=0, atol=0)
     for name in ("truth", "control_truth", "control_task_truth", "groups", "test"):
         assert torch.equal(getattr(left, name), getattr(right, name))
@@ -147,6 +158,25 @@ def test_coef_takes_every_spelling_of_a_site(result):
     assert torch.equal(result.coef("blocks.1.hook_resid_post"), result.coefficients["resid_post.1"])
     with pytest.raises(KeyError, match=r"z\.1\.7 was not probed. Did you mean 'z\.1"):
         result.coef("z.1.7")
+
+
+def test_intercepts_are_found_as_coefs_are(result):
+    for number, name in enumerate(result.table["site"]):
+        assert result.intercept(name) == result.intercepts[number]
+    assert result.intercept("blocks.1.hook_resid_post") == result.intercepts[7]
+    with pytest.raises(KeyError, match=r"z\.1\.7 was not probed. Did you mean 'z\.1"):
+        result.intercept("z.1.7")
+
+
+def test_a_sweep_of_before_has_no_baseline_scores(result, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_result, "save_file", lambda arrays, file: save_file(without_baselines(arrays), file))
+    loaded = Sweep.load(result.save(tmp_path / "sweep"))
+    assert loaded.baseline_scores.shape == (0,)
+    assert_same(loaded, replace(result, baseline_scores=loaded.baseline_scores))
+
+
+def without_baselines(arrays: dict) -> dict:
+    return {name: array for name, array in arrays.items() if name != "baseline_scores"}
 
 
 def test_plots_hold_the_tables_values(result):

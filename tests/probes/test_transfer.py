@@ -182,6 +182,14 @@ def test_pairs_and_figures(made):
         made.pair("a", "d", "resid_post.0")
 
 
+def test_repr_names_the_best_move_between_domains(made):
+    apart = made.table[made.table["train"] != made.table["test"]]
+    best = apart.sort_values("auroc", ascending=False).iloc[0]
+    assert repr(made).startswith(f"Transfer(3 domains, {len(made.sites)} sites, 240 rows; best between domains ")
+    assert f"{best['train']} to {best['test']} at {best['site']} AUROC {best['auroc']:.3f} [" in repr(made)
+    assert "<th>rule</th>" in made._repr_html_()
+
+
 def test_bad_input_is_explained(case):
     sites, positive, domain = case
     with pytest.raises(ValueError, match="All rows are of the domain 'a'"):
