@@ -132,7 +132,7 @@ def read_named_features(
         )
     table = table.assign(**{name: kept[name] for name in kept if name not in table})
     for name in beside:
-        if name in named and name not in table:
+        if name in named and name not in table and named[name].ndim == 1:
             table = _with_column(table, name, name, named, path, n_rows)
     where = str(path) if rows is None else f"{_called(rows)} or {path}"
     for name, given in (("label", labels), ("group", groups)):

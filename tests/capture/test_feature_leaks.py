@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from microtome.capture.feature_leaks import FEWEST_ROWS, features_that_tell, said_leaks
 from microtome.capture.activation_sites import any_site
+from microtome.capture.feature_leaks import FEWEST_ROWS, features_that_tell, said_leaks
 
 RNG = np.random.default_rng(0)
 NAMES = ["a", "b", "copy", "d"]
