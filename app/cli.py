@@ -13,7 +13,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from microtome.app.config import DemoConfig
-from microtome.app.probe_config import ProbeConfig
+from microtome.app.probe_config import ProbeConfig, given_columns
 from microtome.app.settings_file import as_yaml, holds_setting, read_settings
 from microtome.app.user_errors import user_errors
 
@@ -115,7 +115,7 @@ def probe_features(
     label: Annotated[str | None, _probe_option("label")] = None,
     group: Annotated[str | None, _probe_option("group")] = None,
     rows: Annotated[Path | None, _probe_option("rows")] = None,
-    columns: Annotated[str | None, _probe_option("columns")] = None,
+    columns: Annotated[list[str] | None, _probe_option("columns")] = None,
     positive: Annotated[str | None, _probe_option("positive")] = None,
     above: Annotated[str | None, _probe_option("above")] = None,
     target: Annotated[Literal["classes", "numbers"] | None, _probe_option("target")] = None,
@@ -131,14 +131,20 @@ def probe_features(
     seed: Annotated[int | None, _probe_option("seed")] = None,
     out: Annotated[Path | None, _probe_option("out")] = None,
     name: Annotated[str | None, _probe_option("name")] = None,
-    dry_run: DryRun = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="for grids only: say what would be done, and what it takes, and stop")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Probe activations or features that are on disk for a label; or the stores of a grid that was captured."""
     given = {key: value for key, value in locals().items() if key in _PROBE_FIELDS and value is not None}
     with user_errors(as_json, flags=_PROBE_FIELDS):
         given |= {key: as_yaml(given[key]) for key in ("positive", "above") if key in given}
-        given |= {} if site is None else {"sites": site}
+        given |= {"sites": site} if site else {}
+        if columns:
+            given["columns"] = given_columns(columns)
+        else:
+            given.pop("columns", None)
         is_settings = source.suffix.lower() in (".yaml", ".yml")
         if is_settings and not (source.is_file() and holds_setting(source, "features")):
             if given:

@@ -80,9 +80,9 @@ def _classes(known: pd.Series, label: LabelSettings, column: str) -> tuple[Kind,
     if n_values > 2 and label.target is None and pd.api.types.is_numeric_dtype(known):
         name = column.removeprefix("label ")
         raise ValueError(
-            f"{column} has {n_values} values ({_values(known)}). Write {{column: {name}, target: numbers}}, "
-            f"{{column: {name}, above: median}}, {{column: {name}, positive: ONE OF THEM}} or "
-            f"{{column: {name}, target: classes}}."
+            f"{column} has {n_values} values ({_values(known)}). Write {{column: {name}, target: numbers}} (--target "
+            f"numbers), {{column: {name}, above: median}} (--above median), {{column: {name}, positive: ONE OF THEM}} "
+            f"(--positive CLASS) or {{column: {name}, target: classes}} (--target classes)."
         )
     kind: Kind = "binary" if n_values == 2 else "classes"
     found = target_of(known, n_rows=len(known), kind=kind)
@@ -95,7 +95,8 @@ def _classes(known: pd.Series, label: LabelSettings, column: str) -> tuple[Kind,
 def _refuse_names(known: pd.Series, column: str, way: str) -> None:
     if not pd.api.types.is_numeric_dtype(known) or pd.api.types.is_bool_dtype(known):
         raise TypeError(
-            f"{column}: {way!r} needs numbers; its values are {_values(known)}. Use 'positive' for a class."
+            f"{column}: {way!r} needs numbers; its values are {_values(known)}. Use 'positive' (--positive CLASS) for "
+            "a class."
         )
 
 

@@ -1,19 +1,23 @@
 """`microtome probe FEATURES`: a sweep over activations or features that are on disk, as a run folder with a report.
 
-    <out>/<name>/          config.yaml, provenance, tables, figures, sweep/, report.html, values/probe.json (finished)
-    <out>/.<name>.fits/    what is fitted so far; deleted at the end
+    <out>/<name>/          config.yaml, provenance, tables, figures, sweep/, report.html, values/probe.json
+    <out>/.<name>.fits/    what is fitted so far, and the folder while it is written; deleted at the end
+    <out>/.<name>.lock     held by the one process that makes the run; deleted at the end
 
-Stopped at any moment, the same command goes on. A run of the same settings and the same files is not made again.
+Stopped or killed at any moment, the same command goes on; the run folder appears whole. A run of the same settings and
+the same contents (by hash, wherever the files lie) is not made again.
 """
 
 import json
+import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import pandas as pd
 from filelock import FileLock, Timeout
 
 from microtome.app.grid_cells import label_name, shortened
@@ -23,8 +27,11 @@ from microtome.app.probe_config import ProbeConfig
 from microtome.app.sweep_words import print_best, sweep_headline, sweep_sections
 from microtome.capture import Store
 from microtome.capture.activations import Activations
-from microtome.capture.feature_tables import read_features
-from microtome.capture.store_files import is_store
+from microtome.capture.feature_columns import read_rows, require_column, said_columns
+from microtome.capture.feature_leaks import features_that_tell, said_leaks
+from microtome.capture.feature_tables import read_named_features
+from microtome.capture.fingerprint import file_fingerprint, new_fingerprint
+from microtome.capture.store_files import is_store, read_log
 from microtome.data.runs import Run
 from microtome.data.spoken import spoken_seconds
 from microtome.figures.report import html_report
@@ -38,30 +45,26 @@ MARKER = "probe"
 def run_probe_of(config: ProbeConfig, *, as_json: bool = False) -> Sweep:
     """Probe it and print the strongest sites with intervals and controls.
 
-    Raises FileNotFoundError for features that are not there, FileExistsError for another run of that name or another
-    process at work on it, and what reading them, the label and the sweep raise.
+    Raises FileNotFoundError for features that are not there, FileExistsError for another run of that name,
+    BlockingIOError for one that another process is making, and what reading, the label and the sweep raise.
     """
     from rich.console import Console  # late: importing rich draws from Python's random generator
 
     console = Console(stderr=as_json, highlight=False)
-    name = config.name or f"{shortened(config.features.stem)}--{label_name(config.of_label)}"
-    prints = {"file": _print_of(config.features), "rows_file": None if config.rows is None else _print_of(config.rows)}
-    settings = config.model_dump(mode="json") | {"name": name, **prints}
-    path = config.out.resolve() / name
-    kept = config.out.resolve() / f".{name}.fits"
-    if (path / "values" / f"{MARKER}.json").is_file():
-        result = _finished(Run.open(path), settings)
+    for place in (config.features, config.rows):
+        if place is not None and not place.expanduser().exists():
+            raise FileNotFoundError(f"there is no {place}; the working directory is {Path.cwd()}.")
+    name = config.name or _default_name(config)
+    settings = _compared(config, name)
+    path = config.out.expanduser().resolve() / name
+    if _is_finished(path):
+        result = _finished(Run.open(path), config, settings)
         console.print(f"{path.name} is finished already.", markup=False, soft_wrap=True)
     else:
-        Run.require_free(config.out, name)
-        if not can_write(config.out):
-            raise PermissionError(f"{config.out.absolute()} cannot be written to. Give another folder of runs (--out).")
-        with _alone(kept, path):
-            if (path / "values" / f"{MARKER}.json").is_file():  # another process was faster
-                result = _finished(Run.open(path), settings)
-            else:
-                result = _probed(config, name, settings, kept, progress=not as_json)
-            shutil.rmtree(kept, ignore_errors=True)
+        _require_free(path)
+        if not can_write(path.parent):
+            raise PermissionError(f"{path.parent} cannot be written to. Give another folder of runs (--out).")
+        result = _probed(config, path, settings, console, progress=not as_json)
     if as_json:
         columns = [column for column in BEST_COLUMNS if column in result.table]
         best = result.best(10)[columns]
@@ -73,116 +76,176 @@ def run_probe_of(config: ProbeConfig, *, as_json: bool = False) -> Sweep:
     return result
 
 
-@contextmanager
-def _alone(kept: Path, path: Path) -> Iterator[None]:
-    """Hold the run, so that no two processes write it. Raises FileExistsError if another one does."""
-    kept.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(kept / "lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        said = f"another process works on {path}"
-        raise FileExistsError(f"{said}. Wait for it, or give this run another name (--name).") from error
-    try:
-        yield
-    finally:
-        (kept / "lock").unlink(missing_ok=True)
-        lock.release()
-        if kept.is_dir() and not any(kept.iterdir()):
-            kept.rmdir()
-
-
-def features_of(config: ProbeConfig) -> Activations:
-    """The features of a store, a saved folder or a file, with the columns of `rows` beside them."""
-    if not config.features.exists():
-        raise FileNotFoundError(f"there is no {config.features}; the working directory is {Path.cwd()}.")
-    if not config.features.is_dir():
-        return read_features(config.features, columns=config.columns, rows=config.rows)
-    activations = Store.open(config.features) if is_store(config.features) else Activations.load(config.features)
+def features_of(config: ProbeConfig) -> tuple[Activations, dict[str, list[str]]]:
+    """The features of a store, a saved folder or a file, with the columns of `rows` beside them; of a file that has
+    names, also those by site."""
+    features = config.features.expanduser()
+    if not features.is_dir():
+        return read_named_features(features, columns=config.columns, rows=config.rows, beside=config.no_features)
+    activations = Store.open(features) if is_store(features) else Activations.load(features)
     if config.columns is not None:
-        raise ValueError("columns names feature columns of a table; of a folder of activations give sites.")
+        raise ValueError("columns names feature columns of a table; of a folder of activations give sites (--site).")
     if config.rows is None:
-        return activations
-    read = pd.read_parquet if config.rows.suffix.lower() == ".parquet" else pd.read_csv
-    table = read(config.rows)
+        return activations, {}
+    if config.rows.suffix.lower() not in (".csv", ".parquet"):
+        raise ValueError(f"{config.rows} has the suffix {config.rows.suffix!r}. Give a .csv or .parquet file of rows.")
+    table = read_rows(config.rows.expanduser())
     if len(table) != activations.n_rows:
         raise ValueError(
             f"{config.rows} has {len(table)} rows, {config.features} {activations.n_rows}. They must agree."
         )
     rows = activations.rows.assign(**{column: table[column].to_numpy() for column in table})
-    return Activations(rows, activations.tensors, activations.provenance)
+    return Activations(rows, activations.tensors, activations.provenance), {}
 
 
-def _probed(config: ProbeConfig, name: str, settings: dict, kept: Path, *, progress: bool) -> Sweep:
+def _probed(config: ProbeConfig, path: Path, settings: dict, console: Any, *, progress: bool) -> Sweep:
     started = time.perf_counter()
-    activations = features_of(config)
+    activations, names = features_of(config)
+    if names:
+        console.print(said_columns(names), markup=False, soft_wrap=True)
     if config.where is not None:
         activations = activations.select_rows(config.where)
     for column in (config.label, *([] if config.group == ROWS else [config.group])):
-        if column not in activations.rows:
-            raise KeyError(f"there is no column {column!r}; the rows have {list(activations.rows)}.")
+        require_column(activations.rows, column, config.rows or config.features)
     label = grid_label(activations.rows[config.label], config.of_label)
     if len(label.rows) < activations.n_rows:
         activations = activations.select_rows(label.rows)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    result = sweep(
-        activations,
-        label.values,
-        groups=ROWS if config.group == ROWS else config.group,
-        sites=config.sites,
-        target=label.kind,
-        probe=config.method,
-        class_weight=config.class_weight,
-        types=config.types,
-        folds=config.folds,
-        inner_folds=config.inner_folds,
-        permutations=config.permutations,
-        bootstraps=config.bootstraps,
-        seed=config.seed,
-        checkpoint=kept,
-        progress=progress,
-    )
-    run = Run.create(config.out, name, config, seed=config.seed)
+    leaks = features_that_tell(activations.tensors, label.values, names) if config.features.is_file() else []
+    if leaks:
+        console.print(f"Beware: {said_leaks(leaks)} Leave it out (--columns).", markup=False, soft_wrap=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = path.with_name(f".{path.name}.fits")
+    with _alone(path):
+        if _is_finished(path):  # by a process that was at it a moment ago
+            return _finished(Run.open(path), config, settings)
+        result = sweep(
+            activations,
+            label.values,
+            groups=config.group,
+            sites=config.sites,
+            target=label.kind,
+            probe=config.method,
+            class_weight=config.class_weight,
+            types=config.types,
+            folds=config.folds,
+            inner_folds=config.inner_folds,
+            permutations=config.permutations,
+            bootstraps=config.bootstraps,
+            seed=config.seed,
+            checkpoint=kept,
+            progress=progress,
+        )
+        lead = (
+            f"A {result.provenance['settings']['probe']} probe at every site of {config.features.name}, for "
+            f"{config.label}. Scores are out of fold, folds keep groups together, intervals are from a bootstrap over "
+            f"groups; this took {spoken_seconds(time.perf_counter() - started)}."
+        )
+        if leaks:
+            lead += f" Beware: {said_leaks(leaks)}"
+        run = Run.create(kept, path.name, _repeatable(config), seed=config.seed, overwrite=True)
+        run.record(features=activations.provenance, label=label.says, seconds=result.provenance["seconds"])
+        _write(run, path, result, lead, f"{config.features.stem}: {label_name(config.of_label)}")
+        run.write_json(MARKER, {"settings": settings})
+        _require_free(path)
+        os.replace(run.path, path)
+        shutil.rmtree(kept, ignore_errors=True)
+    return result
+
+
+def _write(run: Run, path: Path, result: Sweep, lead: str, title: str) -> None:
+    """Tables, figures, the sweep and the report of a run that will be moved to `path`."""
     figures = result.plot()
     run.write_table("sites", result.table)
     run.write_table("baselines", result.baselines)
-    for figure_name, figure in figures.items():
-        run.write_figure(figure_name, figure)
+    for name, figure in figures.items():
+        run.write_figure(name, figure)
     result.save(run.path / "sweep")
-    run.record(features=activations.provenance, label=label.says, seconds=result.provenance["seconds"])
-    lead = (
-        f"A {result.provenance['settings']['probe']} probe at every site of {config.features}, for {config.label}. "
-        "Scores are out of fold, folds keep groups together, intervals are from a bootstrap over groups; this took "
-        f"{spoken_seconds(time.perf_counter() - started)}."
-    )
     run.write_report(
         html_report(
-            f"{config.features.stem}: {label_name(config.of_label)}",
+            title,
             sweep_sections(result, figures),
             lead=lead,
             headline=sweep_headline(result),
             provenance=run.provenance,
-            command=f"microtome probe {run.path / 'config.yaml'}",
+            command=f"microtome probe {shlex.quote(str(path / 'config.yaml'))}",
         )
     )
-    run.write_json(MARKER, {"settings": settings})
-    return result
 
 
-def _finished(run: Run, settings: dict) -> Sweep:
+def _default_name(config: ProbeConfig) -> str:
+    parts = (shortened(config.features.stem), label_name(config.of_label), shortened(config.method or ""))
+    return "--".join(part for part in parts if part)
+
+
+def _repeatable(config: ProbeConfig) -> ProbeConfig:
+    """The settings with absolute paths, which mean the same wherever they are read."""
+    paths = {name: getattr(config, name) for name in ("features", "rows", "out")}
+    absolute = {name: Path(os.path.abspath(path.expanduser())) for name, path in paths.items() if path is not None}
+    return config.model_copy(update=absolute)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """The right to make a run, for one process at a time; a killed one loses it.
+
+    Raises BlockingIOError if another process has it. The file goes only once the run is there: who waits for a file
+    that is gone then finds the run.
+    """
+    file = path.with_name(f".{path.name}.lock")
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise BlockingIOError(
+            f"{path} is being made by another process. Wait for it, or give this run another name (--name)."
+        ) from error
+    try:
+        yield
+        file.unlink(missing_ok=True)
+    finally:
+        lock.release()
+
+
+def _is_finished(path: Path) -> bool:
+    return (path / "values" / f"{MARKER}.json").is_file()
+
+
+def _require_free(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(f"{path} is there and no finished probe. Give this run another name (--name).")
+    Run.require_free(path.parent, path.name)
+
+
+def _compared(config: ProbeConfig, name: str) -> dict:
+    """What makes two runs the same: the settings, with the contents of the files instead of their places."""
+    settings = config.model_dump(mode="json", exclude={"features", "rows", "out"}) | {"name": name}
+    rows = None if config.rows is None else _content(config.rows.expanduser())
+    return settings | {"features": _content(config.features.expanduser()), "rows": rows}
+
+
+def _finished(run: Run, config: ProbeConfig, settings: dict) -> Sweep:
     held = run.json(MARKER)["settings"]
     changed = [key for key in settings if held.get(key) != settings[key]]
+    for key in ("features", "rows"):
+        if key in changed and held.get(key) is not None and settings[key] is not None:
+            place = getattr(config, key)
+            raise FileExistsError(
+                f"{place} has changed since {run.path} was made of it. Give this run another name (--name)."
+            )
     if changed:
         said = "; ".join(f"{key} was {held.get(key)}, is {settings[key]}" for key in changed[:3])
         raise FileExistsError(f"{run.path} was made with other settings ({said}). Give this run another name (--name).")
     return Sweep.load(run.path / "sweep")
 
 
-def _print_of(features: Path) -> list[int] | None:
-    """Size and time of the file, or of what lists a folder's contents: another file is another run."""
-    if features.is_dir():
-        features = features / "manifest.json"
-    if not features.exists():
-        return None
-    held = features.stat()
-    return [held.st_size, held.st_mtime_ns]
+def _content(place: Path) -> str | None:
+    """XXH3-128 of a file; of a store, of the hashes of its shards; of saved activations, of their manifest."""
+    if not place.is_dir():
+        return file_fingerprint(place)
+    if is_store(place):
+        digest = new_fingerprint()
+        for _, record in sorted(read_log(place).items()):
+            digest.update(f"{record.tensors_digest} {record.table_digest}\n".encode())
+        return digest.hexdigest()
+    manifest = place / "manifest.json"
+    return file_fingerprint(manifest) if manifest.is_file() else None

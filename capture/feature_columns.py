@@ -2,11 +2,12 @@
 
 Features are columns of numbers or Booleans, or list columns of one length (what `export` writes, a site each). Beware
 of a column of row numbers or subject numbers: without `columns` it would be a feature like any other, and one that
-gives labels away where rows are sorted.
+gives labels away where rows are sorted. `said_columns` says which columns were taken.
 """
 
 import csv
 import difflib
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,25 +19,35 @@ import pyarrow.parquet
 
 Columns = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 _OWN = ("text", "position", "token")  # every row table has them, with meanings of their own
+_MANY = 12  # names in the provenance; of more, only the ends
+_SHOWN = 8  # names, or runs of names, in a line
+_SITES_SAID = 4
 _LIST_TYPES = (pyarrow.types.is_fixed_size_list, pyarrow.types.is_list, pyarrow.types.is_large_list)
 
 
 def read_columns(
-    path: Path, columns: Columns | None, *, label: str | None, group: str | None, site: str
-) -> tuple[dict[str, np.ndarray], pd.DataFrame]:
-    """Arrays `[row, d]` by site, and the table of all columns that are no features, under their own names.
+    path: Path,
+    columns: Columns | None,
+    *,
+    label: str | None,
+    group: str | None,
+    site: str,
+    beside: Sequence[str] = (),
+) -> tuple[dict[str, np.ndarray], pd.DataFrame, dict[str, list[str]]]:
+    """Arrays `[row, d]` by site, the table of all columns that are no features, and the names of the features by site.
 
     Args:
         path: a .csv or .parquet file.
-        columns: names of features; a prefix of names; or those by site. None: every column of numbers but label and
-            group, or, if the table has list columns, these.
+        columns: a name or several, or those by site; what is no name of a column is a prefix of names. None: every
+            column of numbers but label, group and `beside`, or, if the table has list columns, these.
         label, group: names of columns that are no features; `group` is read as text in a CSV ("007" is not 7).
         site: name of the site where `columns` names none.
+        beside: names of further columns that are no features; the table need not have them.
 
     Raises:
         ValueError: not readable, no rows, a column named twice, no columns of numbers, a column that is meant as a
             feature and holds something else, a missing value.
-        KeyError: a column that the file lacks.
+        KeyError: a column that the file lacks, or a prefix with which none begins.
     """
     table, lists = _read_csv(path, group) if path.suffix.lower() == ".csv" else _read_parquet(path)
     if not len(table):
@@ -44,14 +55,81 @@ def read_columns(
     for name in (label, group):
         if name is not None:
             require_column(table, name, path)
-    reserved = [name for name in (label, group) if name is not None]
+    reserved = [name for name in (label, group, *beside) if name is not None]
     chosen = _chosen(table, lists, columns, reserved, path, site)
     used = {name for names in chosen.values() for name in names}
     arrays = {
         name: lists[names[0]] if names[0] in lists else _numbers(table, names, path) for name, names in chosen.items()
     }
     others = [name for name in table if name not in used and name not in lists]
-    return arrays, table[others]
+    return arrays, table[others], chosen
+
+
+def chosen_names(known: Sequence[str], wanted: str | Sequence[str], reserved: Sequence[str], where: str) -> list[str]:
+    """Names that are wanted, each once: what is no known name is a prefix. Reserved names are left out of a prefix.
+
+    where: what has the names, for errors: "eeg.csv has no column", "x.npz has no array".
+    Raises KeyError for what is neither name nor prefix, ValueError for a reserved or repeated name, or none at all.
+    """
+    asked = [wanted] if isinstance(wanted, str) else list(wanted)
+    if not asked or "" in asked:
+        raise ValueError(f"{where} '': columns is empty. Name the features, or leave columns out for all numbers.")
+    names: list[str] = []
+    for name in asked:
+        if name not in known:
+            begun = [other for other in known if other.startswith(name) and other not in reserved]
+            if not begun:
+                raise KeyError(
+                    f"{where} {name!r} and none that begins so; there are {_some(known)}.{_near(name, known)}"
+                )
+            names += begun
+        elif name in reserved or asked.count(name) > 1:
+            raise ValueError(
+                f"{where.partition(' has ')[0]}: {name!r} is a feature and a label or group, or named twice. Name it "
+                "once."
+            )
+        else:
+            names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def said_columns(columns: Mapping[str, Sequence[str]]) -> str:
+    """As in "34 features: frontal_0 ... frontal_32, trial": neighbours that begin with the same letters are one piece.
+
+    columns: names of all features by site.
+    """
+    if len(columns) > _SITES_SAID:
+        sizes = [len(names) for names in columns.values()]
+        sites = list(columns)
+        return f"{sum(sizes)} features at {len(sites)} sites: {sites[0]} ... {sites[-1]}"
+    said = [
+        f"{'' if len(columns) == 1 else f'{site}: '}{len(names)} feature{'s'[: len(names) != 1]}: {_pieces(names)}"
+        for site, names in columns.items()
+    ]
+    return "; ".join(said)
+
+
+def few_or_ends(names: Sequence[str]) -> list[str] | dict[str, int | str]:
+    """The names; of many, how many there are, and the first and the last."""
+    return list(names) if len(names) <= _MANY else {"count": len(names), "first": names[0], "last": names[-1]}
+
+
+def _pieces(names: Sequence[str]) -> str:
+    if len(names) <= _SHOWN:
+        return ", ".join(names)
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _stem(runs[-1][0]) == _stem(name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    said = [", ".join(run) if len(run) < 3 else f"{run[0]} ... {run[-1]}" for run in runs]
+    return ", ".join(said) if len(said) <= _SHOWN else f"{', '.join(said[: _SHOWN - 2])} ... {', '.join(said[-2:])}"
+
+
+def _stem(name: str) -> str:
+    """The letters that a name begins with."""
+    return re.match(r"[^\W\d_]*", name).group()
 
 
 def read_rows(path: Path, *, group: str | None = None) -> pd.DataFrame:
@@ -65,10 +143,20 @@ def require_column(table: pd.DataFrame, name: str, path: Path | str) -> None:
     if name in table:
         return
     known = [str(column) for column in table]
+    raise KeyError(f"{path} has no column {name!r}; its columns are {_some(known)}.{_near(name, known)}")
+
+
+def _some(known: Sequence[str]) -> str:
+    return f"{list(known[:12])}{' and more' if len(known) > 12 else ''}"
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """The names that a name, or the beginning of longer ones that a prefix, may have been meant for."""
+    beginnings = {other[: len(name)]: other for other in reversed(known)}
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    shown = f"{known[:12]}{' and more' if len(known) > 12 else ''}"
-    raise KeyError(f"{path} has no column {name!r}; its columns are {shown}.{hint}")
+    near += [beginnings[found] for found in difflib.get_close_matches(name, list(beginnings), n=3, cutoff=0.6)]
+    near = list(dict.fromkeys(near))[:3]
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def _chosen(
@@ -81,9 +169,14 @@ def _chosen(
 ) -> dict[str, list[str]]:
     """Names of the feature columns of each site."""
     if isinstance(columns, Mapping):
-        chosen = {name: _names(table, wanted, reserved, path) for name, wanted in columns.items()}
+        if not columns:
+            raise ValueError(f"{path}: columns is empty. Give columns by site, or leave columns out for all numbers.")
+        chosen = {
+            name: chosen_names(list(table), wanted, reserved, f"{path} has no column")
+            for name, wanted in columns.items()
+        }
     elif columns is not None:
-        chosen = {site: _names(table, columns, reserved, path)}
+        chosen = {site: chosen_names(list(table), columns, reserved, f"{path} has no column")}
     elif lists:
         return {name: [name] for name in lists if name not in reserved}
     else:
@@ -95,22 +188,6 @@ def _chosen(
                 "its own: columns={'a': ['a'], 'b': ['b']}."
             )
     return chosen
-
-
-def _names(table: pd.DataFrame, wanted: str | Sequence[str], reserved: Sequence[str], path: Path) -> list[str]:
-    if isinstance(wanted, str):
-        names = [name for name in table if name.startswith(wanted) and name not in reserved]
-        if not names:
-            require_column(table, wanted, path)  # raises and lists what there is
-        return names
-    names = list(wanted)
-    for name in names:
-        require_column(table, name, path)
-    if twice := [name for name in names if names.count(name) > 1 or name in reserved]:
-        raise ValueError(f"{path}: {twice[0]!r} is a feature and a label or group, or named twice. Name it once.")
-    if not names:
-        raise ValueError(f"{path}: columns is empty. Name the feature columns, or leave columns out for all numbers.")
-    return names
 
 
 def _numeric(table: pd.DataFrame, reserved: Sequence[str], path: Path) -> list[str]:

@@ -10,6 +10,7 @@ whole numbers and Booleans become float32. Beware: without groups of speakers, s
 them again by their features; say which column holds them.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from zipfile import BadZipFile
@@ -21,13 +22,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from microtome.capture.activations import Activations
-from microtome.capture.feature_columns import Columns, read_columns, read_rows, require_column
-from microtome.capture.sites import near_matches
+from microtome.capture.feature_columns import (
+    Columns,
+    chosen_names,
+    few_or_ends,
+    read_columns,
+    read_rows,
+    require_column,
+)
+from microtome.capture.feature_leaks import features_that_tell, said_leaks
+from microtome.capture.fingerprint import file_fingerprint
 
 SUFFIXES = (".npy", ".npz", ".parquet", ".csv", ".safetensors")
 _TABLES = (".csv", ".parquet")
 Column = str | Path | Sequence | np.ndarray | pd.Series
 Features = dict[str, np.ndarray] | dict[str, Tensor]
+Archive = tuple[Features, dict[str, np.ndarray], dict[str, list[str]]]
 
 
 def read_features(
@@ -38,23 +48,30 @@ def read_features(
     groups: Column | None = None,
     rows: str | Path | pd.DataFrame | None = None,
     site: str = "features",
+    beside: Sequence[str] = (),
 ) -> Activations:
     """Features of a file as `Activations`, with the columns `label` and `group`.
 
     Args:
         path: a .npy, .npz, .parquet, .csv or .safetensors file.
-        columns: which are features. Of a table: names, or a prefix of names such as "eeg_", or either by site,
-            `{"eeg.0": "frontal_", "eeg.1": "occipital_"}`; of .npz and .safetensors: names of arrays, or the name of
-            an array by site. None takes every column of numbers but labels and groups, or every array.
+        columns: which are features. Of a table: a name or several, or those by site, `{"eeg.0": "frontal_",
+            "eeg.1": ["a", "b"]}`; what is no name of a column is a prefix. Of .npz and .safetensors: names or
+            prefixes of arrays, or the name of an array by site. None takes every column of numbers, or every array.
+            Columns named as labels, groups or `beside` are never features, wherever their entries come from.
         labels, groups: the name of a column (of `rows` if given, else of the table), or of a 1-D array in a .npz or
             .safetensors; a .npy file of one entry per row; or the entries themselves.
         rows: a second file (.csv, .parquet) or a table with one row per row of features, in the same order; all its
             columns are kept.
         site: name of the one site of a .npy file, or of a table without `columns` by site.
+        beside: names of columns (or 1-D arrays) that stay in the row table and are no features, where there are such.
 
     Returns:
         Activations whose row table has the columns that are no features. A column `text` of strings is kept as
-        `string`, by which a sweep finds equal texts; every row is a text of its own.
+        `string`, by which a sweep finds equal texts; every row is a text of its own. The provenance has the names of
+        the features by site (`columns`; of many, the ends) and the XXH3-128 of the file's bytes.
+
+    Warns:
+        UserWarning: a feature that equals the labels or has one value of its own for each of them (from 20 rows on).
 
     Raises:
         FileNotFoundError: a file is not there.
@@ -63,15 +80,36 @@ def read_features(
         KeyError: a column or array that the file lacks.
         TypeError: arrays of text or complex numbers.
     """
+    read, names = read_named_features(
+        path, columns=columns, labels=labels, groups=groups, rows=rows, site=site, beside=beside
+    )
+    if labels is not None and (leaks := features_that_tell(read.tensors, read.rows["label"].to_numpy(), names)):
+        warnings.warn(f"{path}: {said_leaks(leaks)} Leave it out with columns=.", stacklevel=2)
+    return read
+
+
+def read_named_features(
+    path: str | Path,
+    *,
+    columns: Columns | None = None,
+    labels: Column | None = None,
+    groups: Column | None = None,
+    rows: str | Path | pd.DataFrame | None = None,
+    site: str = "features",
+    beside: Sequence[str] = (),
+) -> tuple[Activations, dict[str, list[str]]]:
+    """As `read_features` without its warning, and the names of all features by site: of columns, or of the array."""
     path = _existing(path, SUFFIXES)
     suffix = path.suffix.lower()
     second = None if rows is None else _second_table(rows, groups)
     in_second = () if second is None else tuple(second)
     label, group = (name if _is_name(name) and name not in in_second else None for name in (labels, groups))
-    beside = pd.DataFrame()
+    no_features = [*beside, *(name for name in (labels, groups) if _is_name(name))]
+    kept = pd.DataFrame()
+    names: dict[str, list[str]] = {}
     named: dict[str, np.ndarray] = {}
     if suffix in _TABLES:
-        arrays, beside = read_columns(path, columns, label=label, group=group, site=site)
+        arrays, kept, names = read_columns(path, columns, label=label, group=group, site=site, beside=no_features)
     elif suffix == ".npy":
         if columns is not None:
             raise ValueError(
@@ -80,7 +118,8 @@ def read_features(
         arrays = {site: _npy(path)}
     else:
         read = _npz if suffix == ".npz" else _safetensors
-        arrays, named = read(path, columns, [name for name in (label, group) if name is not None])
+        required = [name for name in (label, group) if name is not None]
+        arrays, named, names = read(path, columns, required, no_features)
     arrays = {name: _floating(array, name, path) for name, array in arrays.items()}
     n_rows = _one_length(arrays, path)
     for name, array in arrays.items():
@@ -91,16 +130,26 @@ def read_features(
             f"{path} has {n_rows} rows of features, rows={_called(rows)} {len(table)} rows. They must agree, in the "
             "same order."
         )
-    table = table.assign(**{name: beside[name] for name in beside if name not in table})
+    table = table.assign(**{name: kept[name] for name in kept if name not in table})
+    for name in beside:
+        if name in named and name not in table and named[name].ndim == 1:
+            table = _with_column(table, name, name, named, path, n_rows)
     where = str(path) if rows is None else f"{_called(rows)} or {path}"
     for name, given in (("label", labels), ("group", groups)):
         table = _with_column(table, name, given, named, where, n_rows)
-    return Activations.from_arrays(
+    facts = {"source": "file", "file": path.name, "bytes": path.stat().st_size, "xxh3_128": file_fingerprint(path)}
+    if names:
+        facts["columns"] = {name: few_or_ends(of_site) for name, of_site in names.items()}
+    if rows is not None and not isinstance(rows, pd.DataFrame):
+        second_path = Path(rows).expanduser()
+        facts["rows"] = {"file": second_path.name, "xxh3_128": file_fingerprint(second_path)}
+    made = Activations.from_arrays(
         arrays,
         rows=_as_row_table(table),
-        provenance={"source": "file", "file": path.name, "bytes": path.stat().st_size},
+        provenance=facts,
         allow_nonfinite=True,  # looked at above, where rows and columns have names
     )
+    return made, {str(of): names[given] for of, given in zip(made.sites, arrays, strict=True) if given in names}
 
 
 def _existing(path: str | Path, suffixes: Sequence[str]) -> Path:
@@ -188,10 +237,10 @@ def _without_pickle(error: Exception) -> str:
     return f"{error}. Write it with numpy.save."
 
 
-def _npz(path: Path, columns: Columns | None, wanted: Sequence[str]) -> tuple[Features, dict[str, np.ndarray]]:
+def _npz(path: Path, columns: Columns | None, wanted: Sequence[str], beside: Sequence[str]) -> Archive:
     try:
         with np.load(path, allow_pickle=False) as archive:
-            return _by_site(archive.files, archive.__getitem__, columns, wanted, path)
+            return _by_site(archive.files, archive.__getitem__, columns, wanted, beside, path)
     except (BadZipFile, EOFError, OSError) as error:
         raise ValueError(f"{path} is no .npz archive: {error}. Write it with numpy.savez.") from error
     except ValueError as error:
@@ -200,10 +249,10 @@ def _npz(path: Path, columns: Columns | None, wanted: Sequence[str]) -> tuple[Fe
         raise ValueError(f"{path} cannot be read: {_without_pickle(error)}") from error
 
 
-def _safetensors(path: Path, columns: Columns | None, wanted: Sequence[str]) -> tuple[Features, dict[str, np.ndarray]]:
+def _safetensors(path: Path, columns: Columns | None, wanted: Sequence[str], beside: Sequence[str]) -> Archive:
     try:
         with safe_open(path, framework="pt") as archive:
-            return _by_site(list(archive.keys()), archive.get_tensor, columns, wanted, path)
+            return _by_site(list(archive.keys()), archive.get_tensor, columns, wanted, beside, path)
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file: {error}.") from error
 
@@ -213,21 +262,28 @@ def _by_site(
     read: Callable[[str], np.ndarray | Tensor],
     columns: Columns | None,
     wanted: Sequence[str],
+    beside: Sequence[str],
     path: Path,
-) -> tuple[Features, dict[str, np.ndarray]]:
-    """The arrays of an archive by site, and the 1-D arrays that are labels or groups."""
-    if isinstance(columns, str):
-        columns = [name for name in names if name.startswith(columns) and name not in wanted] or [columns]
-    if columns is None:
-        columns = [name for name in names if name not in wanted]
-    sites = dict(columns) if isinstance(columns, Mapping) else {name: name for name in columns}
-    sites = {site: name if isinstance(name, str) else next(iter(name)) for site, name in sites.items()}
-    for name in (*sites.values(), *wanted):
-        if name not in names:
-            raise KeyError(f"{path} has no array {name!r}; it holds {list(names)[:12]}. {near_matches(name, names)}")
-    if not sites:
+) -> Archive:
+    """The arrays of an archive by site, the 1-D arrays that are labels or groups or stay beside, and names by site."""
+    missing = f"{path} has no array"
+    for name in wanted:
+        chosen_names(names, name, (), missing)
+    others = [name for name in names if name in wanted or name in beside]
+    if isinstance(columns, Mapping):
+        of_site = {site: chosen_names(names, name, others, missing) for site, name in columns.items()}
+        for site, several in of_site.items():
+            if len(several) > 1:
+                raise ValueError(f"{path}: site {site!r} is given {len(several)} arrays, {several[:3]}. Give it one.")
+    else:
+        free = [name for name in names if name not in others]
+        of_site = {
+            name: [name] for name in (free if columns is None else chosen_names(names, columns, others, missing))
+        }
+    if not of_site:
         raise ValueError(f"{path} holds no arrays of features, only {list(names)}. Give [row, d] arrays.")
-    return {site: read(name) for site, name in sites.items()}, {name: np.asarray(read(name)) for name in wanted}
+    arrays = {site: read(name) for site, [name] in of_site.items()}
+    return arrays, {name: np.asarray(read(name)) for name in others}, of_site
 
 
 def _floating(array: np.ndarray | Tensor, name: str, path: Path) -> np.ndarray | Tensor:

@@ -39,7 +39,13 @@ def test_values_become_targets(values, label, rows, positive) -> None:
     ("values", "label", "error", "says"),
     [
         ([1, 2, 3], {}, ValueError, r"'c' has 3 values \(1, 2, 3\)\. Write \{column: 'c', target: numbers\}.*median"),
-        (["a", "b", "c"], {"target": "numbers"}, TypeError, "'target: numbers' needs numbers"),
+        (
+            [1, 2, 3],
+            {},
+            ValueError,
+            r"\(--target numbers\).*\(--above median\).*\(--positive CLASS\).*--target classes",
+        ),
+        (["a", "b", "c"], {"target": "numbers"}, TypeError, "'target: numbers' needs numbers.*--positive CLASS"),
         (["a", "a"], {}, ValueError, "'c' is 'a' in every row"),
         ([None, None], {}, ValueError, "missing in all 2 rows"),
         (["yes", "no"], {"positive": False}, ValueError, "no row is False.*put the class in quotes"),

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 
 from microtome.capture.activations import Activations
@@ -126,6 +127,55 @@ def test_labels_of_the_table_and_groups_of_a_second_file(tmp_path) -> None:
     assert acts.rows["group"].tolist() == SUBJECTS
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_labels_and_groups_of_a_second_file_are_no_features_of_the_first(tmp_path, suffix: str) -> None:
+    path = written(tmp_path, suffix)
+    acts = read_features(path, rows=TABLE, labels="state", groups="eeg_3", beside=["subject"])
+    np.testing.assert_allclose(acts["features"].numpy(), X[:, :3], rtol=1e-6)
+    assert acts.rows["label"].tolist() == LABELS
+    for options in ({"columns": "eeg_"}, {"columns": {"eeg.0": ["eeg_"]}}):
+        assert read_features(path, rows=TABLE, groups="eeg_3", **options).tensors.popitem()[1].shape == (6, 3)
+    with pytest.raises(ValueError, match="'eeg_3' is a feature and a label or group"):
+        read_features(path, rows=TABLE, groups="eeg_3", columns=["eeg_3"])
+
+
+def test_columns_beside_stay_in_the_rows_under_their_names(tmp_path) -> None:
+    acts = read_features(written(tmp_path, ".csv"), beside=["state", "subject", "eeg_0", "not there"])
+    assert acts["features"].shape == (6, 3)
+    assert acts.rows["state"].tolist() == LABELS
+    np.savez(tmp_path / "x.npz", a=X, b=X, y=np.array(LABELS))
+    acts = read_features(tmp_path / "x.npz", beside=["y"])
+    assert [str(site) for site in acts.sites] == ["a", "b"]
+    assert acts.rows["y"].tolist() == LABELS
+    assert len(read_features(tmp_path / "x.npz", beside=["b", "y"], rows=TABLE, labels="state").sites) == 1
+
+
+def test_the_provenance_has_names_and_hash(tmp_path) -> None:
+    path = written(tmp_path, ".csv")
+    facts = read_features(path, columns={"e.0": "eeg_", "e.1": "state"}).provenance
+    assert facts["columns"] == {"e.0": [f"eeg_{n}" for n in range(4)], "e.1": ["state"]}
+    assert facts["xxh3_128"] == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    wide = pd.DataFrame(RNG.normal(size=(3, 40))).add_prefix("f")
+    wide.to_parquet(tmp_path / "wide.parquet")
+    facts = read_features(tmp_path / "wide.parquet").provenance
+    assert facts["columns"] == {"features": {"count": 40, "first": "f0", "last": "f39"}}
+    np.save(tmp_path / "x.npy", X)
+    facts = read_features(tmp_path / "x.npy", rows=path).provenance
+    assert facts["rows"] == {"file": "table.csv", "xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes())}
+    assert "columns" not in facts
+
+
+def test_a_copy_of_the_label_is_warned_of(tmp_path) -> None:
+    state = np.arange(40) % 2
+    table = pd.DataFrame(RNG.normal(size=(40, 3))).add_prefix("f").assign(state=state, answer=4 - 3 * state)
+    table.to_csv(tmp_path / "x.csv", index=False)
+    with pytest.warns(UserWarning, match=r"x\.csv: 'answer' tells the label exactly.*Leave it out with columns="):
+        read_features(tmp_path / "x.csv", labels="state")
+    with pytest.warns(UserWarning, match="'state', 'answer' tell the label exactly"):
+        read_features(tmp_path / "x.csv", labels=np.array(["a", "b"])[state])
+    read_features(tmp_path / "x.csv", labels="state", columns="f")
+
+
 def csv(text: str):
     return lambda path: path.with_suffix(".csv").write_text(text)
 
@@ -183,6 +233,12 @@ def test_names_that_are_not_there_and_values_that_are_no_numbers(tmp_path) -> No
     np.savez(tmp_path / "x.npz", a=X, b=X[:3])
     with pytest.raises(KeyError, match="no array 'c'"):
         read_features(tmp_path / "x.npz", columns=["c"])
+    np.savez(tmp_path / "y.npz", vit_0=X, vit_1=X)
+    assert len(read_features(tmp_path / "y.npz", columns=["vit_"]).sites) == 2
+    with pytest.raises(ValueError, match="site 's' is given 2 arrays"):
+        read_features(tmp_path / "y.npz", columns={"s": "vit_"})
+    with pytest.raises(ValueError, match="columns is empty"):
+        read_features(path, columns={})
     with pytest.raises(ValueError, match=r"different numbers of rows, {'a': 6, 'b': 3}"):
         read_features(tmp_path / "x.npz")
     np.save(tmp_path / "text.npy", np.array([["a", "b"]]))
