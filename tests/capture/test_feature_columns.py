@@ -61,3 +61,8 @@ def test_features_are_said_so_that_a_stray_one_is_seen() -> None:
 def test_many_names_are_kept_by_their_ends() -> None:
     assert few_or_ends(KNOWN) == KNOWN
     assert few_or_ends([str(n) for n in range(13)]) == {"count": 13, "first": "0", "last": "12"}
+
+
+def test_a_prefix_is_near_to_the_beginning_of_a_long_name() -> None:
+    with pytest.raises(KeyError, match="Did you mean 'frontal_0_alpha_power_db'"):
+        chosen_names(["frontal_0_alpha_power_db", "y"], "frontl_", (), "eeg.csv has no column")
