@@ -164,9 +164,7 @@ def compare_sweeps(
 
     Raises ValueError for other labels, groups or folds, and if they share no site.
     """
-    same = first.kind == second.kind and all(
-        torch.equal(getattr(first, name), getattr(second, name)) for name in ("truth", "groups", "test")
-    )
+    same = all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("truth", "groups", "test"))
     if not same:
         raise ValueError(
             "The sweeps have other labels, groups or folds, so their scores are not of the same rows. Sweep the same "

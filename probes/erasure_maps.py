@@ -69,7 +69,7 @@ class Erasures:
         ranks = (self.left != 0).any(dim=1).sum(dim=1)
         low, high = (int(ranks.min()), int(ranks.max())) if len(self) else (0, 0)
         rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
-        return f"Erasures({len(self)} {'site' if len(self) == 1 else 'sites'}, {self.mean.shape[1]} features, {rank})"
+        return f"Erasures({len(self)} sites, {self.mean.shape[1]} features, {rank})"
 
     def __len__(self) -> int:
         return len(self.mean)

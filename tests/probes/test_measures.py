@@ -35,6 +35,7 @@ def test_classes_against_scikit_learn(folds) -> None:
             pairs = [is_it.sum() * (~is_it).sum() for is_it, _ in parts]
             by_class.append(np.average([roc_auc_score(*part) for part in parts], weights=pairs))
         assert found["auroc"].estimate[probe].item() == pytest.approx(np.mean(by_class))
+        assert found["auroc"].low[probe] < np.mean(by_class) < found["auroc"].high[probe] < 1
         answers = logits.argmax(1)
         assert found["accuracy"].estimate[probe].item() == pytest.approx((answers == truth).mean())
         assert others["balanced_accuracy"][probe].item() == pytest.approx(balanced_accuracy_score(truth, answers))
