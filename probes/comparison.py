@@ -5,22 +5,19 @@ The difference of two scores on the same rows is far less uncertain than each al
     interval   of metric(first) - metric(second) over draws of whole groups, the same draws for both (`bootstrap`),
                its arms widened for cross-validation (by 1.5 with 5 folds)
     p_value    two-sided, from exchanging the two probes' scores group by group at random: if both are equally good it
-               does not matter which score came from which. p = (1 + #{b: |D_b| >= |D|}) / (B + 1)
-    p_any      the same against the largest |D_b| / s of all pairs given: for "some pair differs". s is the deviation
+               does not matter which score came from which. p = (1 + #{b: s |D_b| >= |D|}) / (B + 1), the exchanged
+               differences widened by the same s as the interval's arms (`paired_swap` measured why)
+    p_any      the same against the largest |D_b| / d of all pairs given: for "some pair differs". d is the deviation
                of the pair's own D_b, so that a pair whose scores scatter much does not hide the others
 
-Every D_b is linear in the signs of the groups, D_b = sum_g sign_g c_g, so s^2 = sum_g c_g^2. AUROC's c are those of
+Every D_b is linear in the signs of the groups, D_b = sum_g sign_g c_g, so d^2 = sum_g c_g^2. AUROC's c are those of
 `paired_swap`, of several classes their mean over the classes against the rest (a row's scores for all classes are
 exchanged together); accuracy and bits are means over rows, and R2 differs by sum (e_second - e_first) / sum (y - mean
 of the fold's training rows)^2 with squared errors e: their c change sign. A positive difference says that the first is
 better for AUROC, accuracy and R2, that it needs more bits for bits.
 
-Interval and p may disagree at the border, as they answer different questions. The interval says how large the
-difference would be on other rows with probes trained on other folds; its widening pays for the training rows that the
-folds share, so it may hold 0 where p is 0.03. p says whether these two lists of scores can be told apart on these rows;
-it takes the fits as they are and is not widened, so under cross-validation it is somewhat too small (`paired_swap`
-measured that). Trust the interval for "this site, or this probe, is better" and for the size of it. Trust a large p:
-scores that chance in the rows alone makes differ as much are not different. With several pairs look at p_any, which
+Interval and p may disagree at the border, as they answer different questions: the interval says how large the difference
+would be on other rows, p whether these two lists of scores can be told apart. With several pairs look at p_any, which
 alone minds how many were tried, and say "better" only where the interval agrees.
 
 Beware: probes are taken as they are fitted. Both numbers are about these probes on rows like these.
@@ -57,6 +54,7 @@ def compare_scores(
     metric: Metric | None = None,
     draws: int = 2000,
     permutations: int = 1999,
+    stretch: int | float | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
     """One row per pair of out-of-fold scores: first, second (the metric), difference, low, high, p_value, p_any.
@@ -66,6 +64,7 @@ def compare_scores(
         truth: bool, class numbers (int64), or numbers (float64).
         metric: "auroc" (of several classes the mean of each against the rest), "accuracy" or "bits"; of numbers "r2".
             If None, AUROC or R2.
+        stretch: of intervals and exchanged differences; that of the folds if None, 1 for probes fitted on other rows.
 
     Raises ValueError for a metric or scores of another kind of truth, a NaN score, fewer than 100 draws or
     permutations, and as `bootstrap_auroc`.
@@ -89,6 +88,7 @@ def compare_scores(
         )
     refuse_nan(first), refuse_nan(second)
     rows = Resampling(groups, test, draws=draws, seed=seed)
+    stretch = rows.stretch if stretch is None else float(stretch)
     both = torch.cat([first, second])
     if metric == MAIN[kind]:
         values, of_draws = main_measure(both, truth, kind, rows)
@@ -103,8 +103,9 @@ def compare_scores(
         drawn = _drawn_means(by_row, groups, draws=draws, seed=seed)
     difference = of_first - of_second
     bounds = _BOUNDS.get(metric, (-math.inf, math.inf))
-    interval = percentile_intervals(difference, drawn, stretch=rows.stretch, bounds=bounds)
-    p_value, p_any = _exchanged(difference, contributions, groups, permutations=permutations, seed=seed)
+    interval = percentile_intervals(difference, drawn, stretch=stretch, bounds=bounds)
+    options = {"stretch": stretch, "permutations": permutations, "seed": seed}
+    p_value, p_any = _exchanged(difference, contributions, groups, **options)
     columns = {
         "first": of_first,
         "second": of_second,
@@ -232,6 +233,7 @@ def _exchanged(
     contributions: Float64[Tensor, "pair example"],
     groups: Int64[Tensor, " example"],
     *,
+    stretch: float,
     permutations: int,
     seed: int,
 ) -> tuple[Float64[Tensor, " pair"], Float64[Tensor, " pair"]]:
@@ -240,7 +242,7 @@ def _exchanged(
     by_group.index_add_(0, groups, contributions.T.contiguous())
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (permutations, len(by_group)), generator=generator).double() * 2 - 1
-    exchanged = (signs @ by_group).abs()
+    exchanged = stretch * (signs @ by_group).abs()
     reached = difference.abs() - _ROUNDING
     deviation = by_group.square().sum(dim=0).sqrt()
     deviation = torch.where(deviation > _ROUNDING, deviation, torch.inf)  # two probes of one score say nothing

@@ -28,7 +28,7 @@ def case(n=300, *, gains=(0.0, 0.6), seed=0):
 @pytest.mark.parametrize("metric", ["auroc", "accuracy", "bits"])
 def test_differences_are_those_of_the_metric_and_signs_turn_with_the_order(metric):
     first, second, positive, groups, test = case()
-    table = compare_scores(first, second, positive, groups, test, metric=metric, draws=400, permutations=199)
+    table = compare_scores(first, second, positive, groups, test, metric=metric, draws=400, permutations=199, stretch=1)
     values = {
         "auroc": lambda scores: fold_auroc(scores, positive, test),
         "accuracy": lambda scores: ((scores > 0) == positive).double().mean(-1),
@@ -37,7 +37,9 @@ def test_differences_are_those_of_the_metric_and_signs_turn_with_the_order(metri
     np.testing.assert_allclose(table["first"], values(first))
     np.testing.assert_allclose(table["difference"], values(first) - values(second), atol=1e-12)
     assert ((table["low"] <= table["difference"]) & (table["difference"] <= table["high"])).all()
-    turned = compare_scores(second, first, positive, groups, test, metric=metric, draws=400, permutations=199)
+    turned = compare_scores(
+        second, first, positive, groups, test, metric=metric, draws=400, permutations=199, stretch=1
+    )
     np.testing.assert_allclose(turned["difference"], -table["difference"], atol=1e-12)
     np.testing.assert_allclose(turned["low"], -table["high"], atol=1e-6)
     np.testing.assert_allclose(turned["p_value"], table["p_value"])
@@ -50,7 +52,7 @@ def test_p_values_of_equal_probes_are_level():
     rejected = []
     for seed in range(200):
         first, second, *rest = case(n=90, gains=(0.0,), seed=seed)
-        table = compare_scores(first, second, *rest, metric="auroc", draws=100, permutations=199)
+        table = compare_scores(first, second, *rest, metric="auroc", draws=100, permutations=199, stretch=1)
         rejected.append(table["p_value"][0] <= 0.05)
     assert 0.01 < np.mean(rejected) < 0.095
 
@@ -59,7 +61,7 @@ def test_p_any_holds_for_the_family():
     rejected = []
     for seed in range(100):
         first, second, *rest = case(n=90, gains=(0.0,) * 12, seed=seed)
-        table = compare_scores(first, second, *rest, metric="accuracy", draws=100, permutations=199)
+        table = compare_scores(first, second, *rest, metric="accuracy", draws=100, permutations=199, stretch=1)
         rejected.append([(table["p_any"] <= 0.05).any(), (table["p_value"] <= 0.05).any()])
     corrected, uncorrected = np.mean(rejected, axis=0)
     assert corrected < 0.12 < 0.2 < uncorrected
@@ -160,3 +162,12 @@ def test_other_metrics_and_lengths_are_refused():
         unwrap(compare_scores)(first, second, positive, groups[:290], test, metric="accuracy")
     with pytest.raises(ValueError, match=r"folds \[5, 290\] for scores of 300 rows"):
         unwrap(compare_scores)(first, second, positive, groups, test[:, :290], metric="accuracy")
+
+
+def test_cross_validation_widens_the_interval_and_the_null():
+    first, second, *rest = case()
+    narrow, wide = (compare_scores(first, second, *rest, draws=100, permutations=199, stretch=s) for s in (1, None))
+    assert (wide["p_value"] >= narrow["p_value"]).all()
+    assert (wide["p_value"] > narrow["p_value"]).any()
+    by = (wide["high"] - wide["difference"]) / (narrow["high"] - narrow["difference"])
+    np.testing.assert_allclose(by, 1.5)  # five folds

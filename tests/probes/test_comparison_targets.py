@@ -70,7 +70,9 @@ def exchangeable(scores: Tensor, test: Tensor, metric: str) -> Tensor:
 def test_values_and_p_are_those_of_scoring_every_exchange_again(kind, metric) -> None:
     first, second, truth, groups, test = case(kind, n=36, pairs=2)
     permutations = 120
-    table = compare_scores(first, second, truth, groups, test, metric=metric, draws=100, permutations=permutations)
+    table = compare_scores(
+        first, second, truth, groups, test, metric=metric, draws=100, permutations=permutations, stretch=1
+    )
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (permutations, 6), generator=generator) * 2 - 1
     by_signs, found = {}, []
@@ -116,7 +118,7 @@ def test_equal_probes_are_level_for_classes_and_numbers() -> None:
         rejected = []
         for seed in range(100):
             first, second, *rest = case(kind, n=60, per_group=2, pairs=2, seed=seed)
-            table = compare_scores(first[:1], second[:1], *rest, draws=100, permutations=199)
+            table = compare_scores(first[:1], second[:1], *rest, draws=100, permutations=199, stretch=1)
             rejected.append(table["p_value"][0] <= 0.05)
         assert np.mean(rejected) < 0.12
 
@@ -129,11 +131,13 @@ def test_a_noisy_pair_does_not_hide_a_sure_one() -> None:
     second = torch.stack([0.8 * truth, 20 * noise[1]])
     groups = torch.arange(200)
     test = groups % 4 == torch.arange(4)[:, None]
-    table = compare_scores(first, second, truth, groups, test, draws=100, permutations=199)
+    table = compare_scores(first, second, truth, groups, test, draws=100, permutations=199, stretch=1)
     assert table["difference"].abs()[1] > 3 * table["difference"][0] > 0  # unstudentised, p_any would be near 1
     assert table["p_any"][0] == table["p_value"][0] == 1 / 200
     assert table["p_any"][1] >= table["p_value"][1] > 0.05
-    same = compare_scores(first, torch.stack([second[0], first[1]]), truth, groups, test, draws=100, permutations=199)
+    same = compare_scores(
+        first, torch.stack([second[0], first[1]]), truth, groups, test, draws=100, permutations=199, stretch=1
+    )
     assert same.loc[1, ["difference", "p_value", "p_any"]].tolist() == [0, 1, 1]
     assert same["p_any"][0] == 1 / 200
 
