@@ -16,9 +16,9 @@ exchanged together); accuracy and bits are means over rows, and R2 differs by su
 of the fold's training rows)^2 with squared errors e: their c change sign. A positive difference says that the first is
 better for AUROC, accuracy and R2, that it needs more bits for bits.
 
-Interval and p may disagree at the border, as they answer different questions: the interval says how large the difference
-would be on other rows, p whether these two lists of scores can be told apart. With several pairs look at p_any, which
-alone minds how many were tried, and say "better" only where the interval agrees.
+Interval and p may disagree at the border, as they answer different questions: the interval says how large the
+difference would be on other rows, p whether these two lists of scores can be told apart. With several pairs look at
+p_any, which alone minds how many were tried, and say "better" only where the interval agrees.
 
 Beware: probes are taken as they are fitted. Both numbers are about these probes on rows like these.
 """
