@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from microtome.app.config import DemoConfig
 from microtome.app.machine import can_write
-from microtome.app.sweep_words import SHOWN, print_best, said_baselines
+from microtome.app.sweep_words import SHOWN, print_best, said_best_baseline
 from microtome.capture.collect import capture
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel, load_model
@@ -210,7 +210,7 @@ def demo_report(
         "best head": _said(best_head),
         "beyond the best of 5 % of permuted labellings": f"{heads} heads, {streams} layers",
         "texts": f"{len(table)} in {table['group'].nunique()} groups",
-        "without the model": said_baselines(result),
+        "without the model, at best": said_best_baseline(result),
     }
     sections = [
         Section("Which heads", _HEADS, figures["head_map"], _MAP, _kind(result.table, "z"), "heads"),
