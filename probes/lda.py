@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float64, Int64
-from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 from torch import Tensor
 
+from microtome.probes.linear_classifier import LogitClassifier
 from microtome.probes.moment_probes import deviation
 from microtome.probes.moments import Moments
 
@@ -31,7 +31,7 @@ SHRINKAGES = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 0.99)
 _BLOCK_BYTES = 2**24
 
 
-class LDAProbe(ClassifierMixin, BaseEstimator):
+class LDAProbe(LogitClassifier):
     """A linear probe from class means and their pooled covariance.
 
     Parameters: shrinkage, 0 (none) to 1 (variances alone), "ledoit_wolf" or "left_out"; standardize, whether S is of
@@ -65,26 +65,6 @@ class LDAProbe(ClassifierMixin, BaseEstimator):
         unit = self.coef_ / np.where(norm > 0, norm, 1.0)
         self.direction_ = unit[0] if len(unit) == 1 else unit
         return self
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """Log-odds `[row]` of the second class, or `[row, class]` log-probabilities up to what classes share."""
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        scores = X.astype(np.float64) @ self.coef_.T + self.intercept_
-        return scores[:, 0] if len(self.classes_) == 2 else scores
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The likeliest class of each row."""
-        check_is_fitted(self)
-        scores = self.decision_function(X)
-        return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)]
-
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """Probabilities `[row, class]`."""
-        check_is_fitted(self)
-        scores = self.decision_function(X)
-        scores = np.stack([np.zeros_like(scores), scores], axis=1) if scores.ndim == 1 else scores
-        return torch.from_numpy(scores).softmax(dim=1).numpy()
 
     def _chosen(self, X: np.ndarray, codes: np.ndarray, moments: Moments) -> float:
         if self.shrinkage not in ("ledoit_wolf", "left_out"):

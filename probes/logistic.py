@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float64
-from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, validate_data
 
+from microtome.probes.linear_classifier import LogitClassifier
 from microtome.probes.logistic_solver import fit_logistic
 from microtome.probes.multinomial_solver import fit_multinomial
 
 
-class LogisticProbe(ClassifierMixin, BaseEstimator):
+class LogisticProbe(LogitClassifier):
     """A linear probe.
 
     Parameters: C, the inverse strength of the penalty (finite, above 0); standardize, whether the penalty acts on
@@ -99,25 +99,6 @@ class LogisticProbe(ClassifierMixin, BaseEstimator):
         self.separated_ = bool(fits.separated[0, 0, 0, 0])
         self.n_iter_ = int(fits.passes[0, 0, 0, 0])
         return self
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """Log-odds `[row]` of the second of two classes, or logits `[row, class]` of more."""
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        scores = X.astype(np.float64) @ self.coef_.T + self.intercept_
-        return scores[:, 0] if len(self.classes_) == 2 else scores
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The likelier class of each row."""
-        scores = self.decision_function(X)
-        return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)]
-
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """Probabilities `[row, class]`."""
-        logits = torch.from_numpy(self.decision_function(X))
-        if logits.ndim == 1:
-            return torch.stack([torch.sigmoid(-logits), torch.sigmoid(logits)], 1).numpy()
-        return logits.softmax(1).numpy()
 
     def _row_weights(self, y: np.ndarray, sample_weight: np.ndarray | None) -> torch.Tensor | None:
         """Sample weight times the weight of the class, if either is given by number."""

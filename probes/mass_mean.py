@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 
 from microtome.probes.lda import class_means, class_moments
+from microtome.probes.linear_classifier import LinearClassifier
 from microtome.probes.moment_probes import TOLERANCE, linear_path
 
 
-class MassMeanProbe(ClassifierMixin, BaseEstimator):
+class MassMeanProbe(LinearClassifier):
     """A probe along the difference of class means.
 
     Parameters: corrected, whether θ is corrected by the covariance within classes; tolerance, variance of standardised
@@ -70,16 +70,3 @@ class MassMeanProbe(ClassifierMixin, BaseEstimator):
         unit = self.coef_ / np.where(norm > 0, norm, 1.0)
         self.direction_ = unit[0] if n_classes == 2 else unit
         return self
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """Score `[row]` of the second class, above 0 where it is chosen, or `[row, class]`."""
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        scores = X.astype(np.float64) @ self.coef_.T + self.intercept_
-        return scores[:, 0] if len(self.classes_) == 2 else scores
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The class of the highest score."""
-        check_is_fitted(self)
-        scores = self.decision_function(X)
-        return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)]

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
+from microtome.probes.linear_classifier import LinearClassifier
 from microtome.probes.moment_fits import DEFAULT_STRENGTHS
 from microtome.probes.ridge_path import ridge_path
 
@@ -71,7 +72,7 @@ class RidgeProbe(RegressorMixin, BaseEstimator):
         return tags
 
 
-class RidgeClassProbe(ClassifierMixin, BaseEstimator):
+class RidgeClassProbe(LinearClassifier):
     """A linear probe of classes by least squares.
 
     Parameters: strengths and standardize as of `RidgeProbe`; class_weight, None, "balanced" or a weight by class, times
@@ -108,19 +109,6 @@ class RidgeClassProbe(ClassifierMixin, BaseEstimator):
         self.left_out_scores_ = scores[:, 0] if len(self.classes_) == 2 else scores
         self.direction_ = _unit(self.coef_[0] if len(self.coef_) == 1 else self.coef_)
         return self
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """Score `[row]` of the second class, or `[row, class]`: least-squares estimates of ±1."""
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        scores = X.astype(np.float64) @ self.coef_.T + self.intercept_
-        return scores[:, 0] if len(self.classes_) == 2 else scores
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The class of the highest score."""
-        check_is_fitted(self)
-        scores = self.decision_function(X)
-        return self.classes_[_classes_of(scores.reshape(len(scores), -1))]
 
 
 def _fit_path(

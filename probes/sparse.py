@@ -22,12 +22,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 from torch import Tensor
 
 from microtome.probes.fold_basis import fold_moments
+from microtome.probes.linear_classifier import LogitClassifier
 from microtome.probes.logistic_fits import scores_of
 from microtome.probes.logistic_solver import default_strengths, fit_logistic
 from microtome.probes.metrics import logit_loss_bits
@@ -178,7 +178,7 @@ def _fits_of_coordinates(features, labellings, test, nested, strengths, coordina
     return [replace(fit, coefficients=row) for fit, row in zip(fits, coefficients, strict=True)]
 
 
-class SparseProbe(ClassifierMixin, BaseEstimator):
+class SparseProbe(LogitClassifier):
     """A linear probe of two classes on the k features that tell most by themselves.
 
     Parameters: k, how many features (all if there are fewer); C, the inverse strength of the penalty (finite, above
@@ -223,22 +223,6 @@ class SparseProbe(ClassifierMixin, BaseEstimator):
         norm = np.linalg.norm(self.coef_)
         self.direction_ = self.coef_[0] / norm if norm > 0 else np.zeros_like(self.coef_[0])
         return self
-
-    def decision_function(self, X: Any) -> np.ndarray:
-        """Log-odds `[row]` of the second class."""
-        check_is_fitted(self)
-        X = validate_data(self, X, dtype=[np.float64, np.float32], reset=False)
-        return X.astype(np.float64) @ self.coef_[0] + self.intercept_[0]
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The likelier class of each row."""
-        is_second = self.decision_function(X) > 0
-        return self.classes_[is_second.astype(int)]
-
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """Probabilities `[row, 2]` of the two classes."""
-        logits = torch.from_numpy(self.decision_function(X))
-        return torch.stack([torch.sigmoid(-logits), torch.sigmoid(logits)], 1).numpy()
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
