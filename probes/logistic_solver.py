@@ -20,6 +20,7 @@ that one's weights by less than the tolerance, and its mean and deviation not at
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -32,10 +33,9 @@ from microtome.probes.logistic_fits import LogisticFits
 from microtome.probes.newton_cg import APPROACH, Tasks, approach, refine
 from microtome.probes.preconditioner import principal_axes
 from microtome.probes.problem_checks import check_problem
-from microtome.probes.site_threads import side_by_side
+from microtome.probes.site_threads import fit_in_blocks
 
 WIDE = 2.0  # features per training row from which folds are rotated first
-LARGE = 2**24  # numbers in a site's features from which its products are worth several threads
 
 
 class ConvergenceWarning(UserWarning):
@@ -128,19 +128,11 @@ def fit_logistic(
         max_steps=max_steps,
         memory_bytes=memory_bytes,
     )
-    fits_per_site = weight[..., 0].numel() * len(strengths)
-    together = max(1, memory_bytes // (int(used.sum()) * (4 * features.shape[2] + 20 * fits_per_site)))
-    is_small = features.device.type == "cpu" and features[0].numel() < LARGE
-    if is_small:
-        together = min(together, -(-len(features) // torch.get_num_threads()))
-    blocks = features.split(together)
-    used = slice(None) if bool(used.all()) else used
-
-    def fit(block: Tensor) -> tuple[Tensor, ...]:
-        return _fit_sites(block[:, used], request)
-
-    parts = side_by_side(fit, blocks) if is_small else [fit(block) for block in blocks]
-    weights, intercepts, mean, scale, gradient, margin, passes = (torch.cat(part) for part in zip(*parts, strict=True))
+    bytes_per_row = 4 * features.shape[2] + 20 * weight[..., 0].numel() * len(strengths)
+    fit = partial(_fit_sites, request=request)
+    weights, intercepts, mean, scale, gradient, margin, passes = fit_in_blocks(
+        fit, features, used, bytes_per_row=bytes_per_row, memory_bytes=memory_bytes
+    )
     fits = LogisticFits(
         weights=weights,
         intercepts=intercepts,

@@ -34,6 +34,7 @@ from microtome.probes.metrics import (
     class_loss_bits,
     fold_auroc,
     log_loss_bits,
+    majority_rate,
     refuse_nan,
 )
 from microtome.probes.target import Kind
@@ -169,4 +170,4 @@ def baseline_rate(truth: Shaped[Tensor, " example"], kind: Kind) -> float:
     """Accuracy of always answering the most frequent class; NaN for numbers, whose R2 has the mean built in."""
     if kind == "numbers":
         return math.nan
-    return truth.unique(return_counts=True)[1].max().item() / len(truth)
+    return majority_rate(truth)

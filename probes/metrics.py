@@ -11,7 +11,7 @@ Beware: scores of different folds come from different fits, so pooling them befo
 import math
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 
 
@@ -107,10 +107,9 @@ def class_loss_bits(
     return (logits.logsumexp(dim=-1) - chosen) / math.log(2)
 
 
-def majority_rate(positive: Bool[Tensor, " example"]) -> float:
-    """Accuracy of always answering the more frequent class."""
-    rate = positive.to(torch.float64).mean().item()
-    return max(rate, 1 - rate)
+def majority_rate(labels: Shaped[Tensor, " example"]) -> float:
+    """Accuracy of always answering the most frequent class."""
+    return labels.unique(return_counts=True)[1].max().item() / len(labels)
 
 
 def _wins_and_pairs(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ Beware, two classes: with w = w_1 - w_0 the penalty is ½‖W‖² = ¼‖w‖²
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -23,11 +24,11 @@ from torch import Tensor
 
 from microtome.probes.fold_basis import fold_basis, fold_moments
 from microtome.probes.logistic_fits import MultinomialFits
-from microtome.probes.logistic_solver import LARGE, WIDE, ConvergenceWarning
+from microtome.probes.logistic_solver import WIDE, ConvergenceWarning
 from microtome.probes.multinomial_newton import ClassTasks, minimise
 from microtome.probes.preconditioner import principal_axes
 from microtome.probes.problem_checks import check_problem
-from microtome.probes.site_threads import side_by_side
+from microtome.probes.site_threads import fit_in_blocks
 
 
 @dataclass(frozen=True)
@@ -111,18 +112,10 @@ def fit_multinomial(
         memory_bytes=memory_bytes,
     )
     bytes_per_row = 4 * features.shape[2] + 40 * n_classes * weight[..., 0].numel() * len(strengths)
-    together = max(1, memory_bytes // (int(used.sum()) * bytes_per_row))
-    is_small = features.device.type == "cpu" and features[0].numel() < LARGE
-    if is_small:
-        together = min(together, -(-len(features) // torch.get_num_threads()))
-    blocks = features.split(together)
-    used = slice(None) if bool(used.all()) else used
-
-    def fit(block: Tensor) -> tuple[Tensor, ...]:
-        return _fit_sites(block[:, used], request)
-
-    parts = side_by_side(fit, blocks) if is_small else [fit(block) for block in blocks]
-    weights, intercepts, mean, scale, gradient, margin, passes = (torch.cat(part) for part in zip(*parts, strict=True))
+    fit = partial(_fit_sites, request=request)
+    weights, intercepts, mean, scale, gradient, margin, passes = fit_in_blocks(
+        fit, features, used, bytes_per_row=bytes_per_row, memory_bytes=memory_bytes
+    )
     fits = MultinomialFits(
         weights=weights,
         intercepts=intercepts,

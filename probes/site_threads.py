@@ -15,7 +15,10 @@ from threading import Barrier
 from typing import TypeVar
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
+LARGE = 2**24  # numbers in a site's features from which its products are worth several threads
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -46,3 +49,30 @@ def side_by_side(function: Callable[[Item], Result], items: Sequence[Item]) -> l
         finally:
             for future in futures:
                 future.cancel()
+
+
+def fit_in_blocks(
+    fit: Callable[[Tensor], tuple[Tensor, ...]],
+    features: Float[Tensor, "site example feature"],
+    used: Bool[Tensor, " example"],
+    *,
+    bytes_per_row: int,
+    memory_bytes: int,
+) -> tuple[Tensor, ...]:
+    """`fit` of the used rows of all sites, block by block, its tensors joined along the sites.
+
+    A block holds as many sites as `memory_bytes` allow at `bytes_per_row` for each of a site's rows. Small sites on the
+    CPU go side by side.
+    """
+    together = max(1, memory_bytes // (int(used.sum()) * bytes_per_row))
+    is_small = features.device.type == "cpu" and features[0].numel() < LARGE
+    if is_small:
+        together = min(together, -(-len(features) // torch.get_num_threads()))
+    rows = slice(None) if bool(used.all()) else used
+
+    def fit_block(block: Tensor) -> tuple[Tensor, ...]:
+        return fit(block[:, rows])
+
+    blocks = features.split(together)
+    parts = side_by_side(fit_block, blocks) if is_small else [fit_block(block) for block in blocks]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
