@@ -25,7 +25,6 @@ folds, so that later ones do no harm. Intervals and p take the fits as they are.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -53,7 +52,6 @@ from microtome.probes.table_html import table_html
 
 _SHUFFLES_TRIED = 100
 _FEWEST_BATCHES = 1000
-_SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solvers
 _PROBES = ("linear", "mlp")
 
 
@@ -153,7 +151,7 @@ def nonlinear_gain(
         texts=texts,
         entities=entities,
     )
-    rows, target, codes, blocks = data.rows, data.target, data.groups, data.blocks
+    rows, target, codes = data.rows, data.target, data.groups
     settings = settings or MlpSettings(epochs=_epochs_for(len(rows)))
 
     seeds = [int(word) for word in np.random.SeedSequence(seed).generate_state(6)]
@@ -166,21 +164,17 @@ def nonlinear_gain(
         labellings.append(control_task(columns["types"], positive, seed=seeds[2], train=train))
     labelled, tests = torch.from_numpy(np.stack(labellings)), torch.from_numpy(test)
 
-    probes: list[Site] = []
     parts = []
     masks = (labelled, tests, torch.from_numpy(nested))
-    with tqdm(total=sum(len(block.probes) for block in blocks), desc="sites", disable=not progress) as bar:
-        for width, same in groupby(blocks, key=lambda block: block.width):
-            named = (pair for block in same for pair in zip(block.probes, block.features, strict=True))
-            while some := list(islice(named, max(1, _SIDE_BY_SIDE_BYTES // (8 * width * len(rows))))):
-                features = torch.stack([values for _, values in some])
-                linear = nested_fits(features, *masks, strengths)
-                network = mlp_nested_fits(features, *masks, settings=settings, seed=seeds[3] % 2**31)
-                strength = torch.stack([fit.fold_strengths[0].median() for fit in linear])
-                scores = torch.stack([fit.scores for fit in linear])
-                parts.append((scores, network.scores, strength, network.epochs[:, 0].median(-1).values))
-                probes += [probe for probe, _ in some]
-                bar.update(len(some))
+    probes = data.probes
+    with tqdm(total=len(probes), desc="sites", disable=not progress) as bar:
+        for features in data.chunks():
+            linear = nested_fits(features, *masks, strengths)
+            network = mlp_nested_fits(features, *masks, settings=settings, seed=seeds[3] % 2**31)
+            strength = torch.stack([fit.fold_strengths[0].median() for fit in linear])
+            scores = torch.stack([fit.scores for fit in linear])
+            parts.append((scores, network.scores, strength, network.epochs[:, 0].median(-1).values))
+            bar.update(len(features))
     linear_scores, mlp_scores, strength, epochs = (torch.cat(part) for part in zip(*parts, strict=True))
     group = torch.from_numpy(codes)
     null = None

@@ -37,7 +37,7 @@ from microtome.probes.baselines import baselines as text_baselines
 from microtome.probes.control_task import control_task, coverage, type_codes
 from microtome.probes.folds import grouped_folds, nested_folds
 from microtome.probes.groups import ROWS
-from microtome.probes.labelled_rows import column_of, labelled_rows
+from microtome.probes.labelled_rows import SIDE_BY_SIDE_BYTES, column_of, labelled_rows
 from microtome.probes.measures import Resampling
 from microtome.probes.methods import ProbeMethod, probe_method
 from microtome.probes.nested_fit import NestedFit
@@ -52,7 +52,6 @@ FEWEST_PERMUTATIONS = 20
 FEWEST_BOOTSTRAPS = 100
 LEAST_COVERAGE = 0.5  # share of test rows whose token some training row has, from which the control task is made
 LARGEST_TYPE = 0.5  # share of rows that one token may have: a label that most rows share is no task
-_SIDE_BY_SIDE_BYTES = 2**25  # float64 rows of the sites in one call of the solver
 
 
 def sweep(
@@ -246,7 +245,7 @@ def _fit_all(
                 bar.update(len(names))
             continue
         sites = (named for block in same for named in zip(block.probes, block.features, strict=True))
-        together = max(1, _SIDE_BY_SIDE_BYTES // (8 * width * test.shape[1]))
+        together = max(1, SIDE_BY_SIDE_BYTES // (8 * width * test.shape[1]))
         while some := list(islice(sites, together)):
             names, features = [str(probe) for probe, _ in some], torch.stack([values for _, values in some])
             fits += kept.fits(names, [features], partial(method.fits, features, labellings, test, nested, strengths))

@@ -18,7 +18,7 @@ QUICK = {"folds": 3, "inner_folds": 2, "permutations": 40, "bootstraps": 100, "p
 @pytest.fixture
 def case(monkeypatch):
     """Three blocks, one site per call of the solver; labels."""
-    monkeypatch.setattr(sweep_module, "_SIDE_BY_SIDE_BYTES", 1)
+    monkeypatch.setattr(sweep_module, "SIDE_BY_SIDE_BYTES", 1)
     generator = torch.Generator().manual_seed(0)
     arrays = {"z.0": torch.randn(60, 2, 5, generator=generator), "z.1": torch.randn(60, 2, 5, generator=generator)}
     arrays["resid_post.0"] = torch.randn(60, 9, generator=generator)
