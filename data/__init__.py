@@ -15,7 +15,11 @@ from microtome.data.computed_labels import line_left as line_left
 from microtome.data.computed_labels import line_position as line_position
 from microtome.data.computed_labels import token_length as token_length
 from microtome.data.elements import elements as elements
+from microtome.data.gensim_texts import encyclopedia as encyclopedia
+from microtome.data.gensim_texts import news as news
+from microtome.data.gutenberg import gutenberg as gutenberg
 from microtome.data.lines import lines as lines
+from microtome.data.plain_english import plain_english as plain_english
 from microtome.data.questions import questions as questions
 from microtome.data.registry import Archive as Archive
 from microtome.data.registry import cache_folder as cache_folder
