@@ -1,7 +1,8 @@
 """Sums and cross-products of rows about a pilot mean: matrix products in the rows' precision, sums in float64.
 
-    p: pilot mean, about the mean of the first rows;   n,   s_i = sum (x_i - p_i),   S_ij = sum (x_i - p_i)^T (x_j - p_j)
-    scatter about the mean = S_ij - s_i^T s_j / n;     another pilot q, e = p - q:  S + s_i^T e_j + e_i^T s_j + n e_i^T e_j
+    p: pilot, the mean of the first rows;  n,   s_i = sum (x_i - p_i),   S_ij = sum (x_i - p_i)^T (x_j - p_j)
+    scatter about the mean = S_ij - s_i^T s_j / n
+    about a pilot e lower:   S_ij + s_i^T e_j + e_i^T s_j + n e_i^T e_j
 
 Uncentred float32 sums lose a channel of mean 500 and deviation 1 (measured on the methods sheet: a variance of 1 came
 out as 6); about a pilot the float32 product of at most some thousand rows keeps six digits of sqrt(S_ii S_jj), and the

@@ -61,8 +61,8 @@ class MomentsEstimate:
         )
         raise ValueError(
             f"Moments of {self.pairs:,} pairs of sites in {self.shards} shards take {spoken_bytes(self.nbytes)}; "
-            f"{spoken_bytes(self.free)} of memory are free. {advice}. Or name one target: pairs='final_norm' keeps each "
-            "site with itself and with that one."
+            f"{spoken_bytes(self.free)} of memory are free. {advice}. Or name one target: pairs='final_norm' keeps "
+            "each site with itself and with that one."
         )
 
     def __str__(self) -> str:

@@ -138,12 +138,12 @@ def moments_of(
                 state = read_progress(save) or {}
                 _require_same(save, state.get("request", {}), request)
                 start = state["next_batch"]
-                if start < len(job.batches):
-                    estimate.require_memory()
-                moments = load_moments(save, device=device)
-                if start == len(job.batches):
-                    return moments
-        estimate.require_memory()
+        if start < len(job.batches):
+            estimate.require_memory()
+        if start:
+            moments = load_moments(save, device=device)
+        if start == len(job.batches):
+            return moments
         if progress:
             print(f"moments: {estimate}; {job.tokens:,} tokens.", file=sys.stderr)
         _record_environment(moments, device)
