@@ -42,7 +42,7 @@ class RidgePairs:
             condition, kept_rank, whitened_rank, validation_r2, count, test_count, tokens_per_channel; with
             `canonical` also ceiling (held out), in_sample_ceiling (biased), directions_above_edge and noise_edge.
         paths: of each pair, by the names of source and target.
-        maps: of each pair, float64; empty unless they were asked for.
+        maps: of each pair; empty unless they were asked for.
     """
 
     table: pd.DataFrame
@@ -67,6 +67,7 @@ def ridge_pairs(
     select: str | None = None,
     stratum: str = "rest",
     keep_maps: bool = False,
+    map_dtype: torch.dtype = torch.float64,
     canonical: bool = False,
     progress: bool = False,
 ) -> RidgePairs:
@@ -77,7 +78,8 @@ def ridge_pairs(
         pairs: of source and target; every ordered pair of the moments' sites if None, sites with themselves included.
         strengths, penalty, select: as of `ridge_map`.
         stratum: which tokens: "rest" (neither sinks nor BOS), "sinks" or "all".
-        keep_maps: whether weights are kept, 8 d^2 bytes each.
+        keep_maps: whether weights are kept, 8 d^2 bytes each in float64.
+        map_dtype: what they are kept in.
         canonical: canonical ceilings too, which take several times as long as the maps.
         progress: show a bar.
 
@@ -111,7 +113,7 @@ def ridge_pairs(
                     rows[name] |= _ceilings(splits)
                 paths[name] = path
                 if keep_maps:
-                    maps[name] = _named(shared.basis, loadings, splits.fit, path, name, stratum)
+                    maps[name] = _named(shared.basis, loadings, splits.fit, path, name, stratum).to(map_dtype)
                 bar.update()
     return RidgePairs(pd.DataFrame([rows[str(a), str(b)] for a, b in pairs]), paths, maps)
 
