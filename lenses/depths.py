@@ -1,6 +1,7 @@
 """Which pairs of sites are worth a map: depths of one stream, and what a block's part writes from what enters it."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from microtome.capture.sites import Site
@@ -54,7 +55,7 @@ def pairs_to_last(sites: Sequence[Any], stream: str = "residual") -> list[tuple[
 def next_pairs(sites: Sequence[Any], stream: str = "residual") -> list[tuple[Any, Any]]:
     """Every depth with the next. Errors as of `in_order`."""
     depths = in_order(sites, stream)
-    return list(zip(depths, depths[1:], strict=False))
+    return list(pairwise(depths))
 
 
 def part_pairs(sites: Sequence[Any], part: str = "attn_out") -> list[tuple[Any, Any]]:
