@@ -69,6 +69,7 @@ def ridge_pairs(
     keep_maps: bool = False,
     map_dtype: torch.dtype = torch.float64,
     canonical: bool = False,
+    shuffled: bool = False,
     progress: bool = False,
 ) -> RidgePairs:
     """Fit, choose and score a ridge map for every pair.
@@ -76,11 +77,13 @@ def ridge_pairs(
     Args:
         moments: what gives the moments of pairs, `lenses.moments.Moments`.
         pairs: of source and target; every ordered pair of the moments' sites if None, sites with themselves included.
+            Banded moments hold fewer: give those.
         strengths, penalty, select: as of `ridge_map`.
         stratum: which tokens: "rest" (neither sinks nor BOS), "sinks" or "all".
         keep_maps: whether weights are kept, 8 d^2 bytes each in float64.
         map_dtype: what they are kept in.
         canonical: canonical ceilings too, which take several times as long as the maps.
+        shuffled: pair every source with the target of another document: the control of the whole table.
         progress: show a bar.
 
     Raises:
@@ -101,7 +104,10 @@ def ridge_pairs(
         for group in by_source.values():
             shared = None
             for source, target in group:
-                splits, name = pair_splits(moments, source, target, stratum), (str(source), str(target))
+                splits, name = (
+                    pair_splits(moments, source, target, stratum, shuffled=shuffled),
+                    (str(source), str(target)),
+                )
                 shared = _Source.of(splits, penalty) if shared is None else shared
                 if name[1] not in references:
                     references[name[1]] = reference(splits.test, splits.fit.mean_y)

@@ -15,18 +15,8 @@ def splits(stream_moments) -> PairSplits:
     return pair_splits(stream_moments, "resid_pre.0", "resid_post.1")
 
 
-def shuffled(moments, source: str, target: str) -> PairSplits:
-    """Rows of the source with rows of the target 7 further on, within a shard."""
-    parts = []
-    for shard in ("fit", "validation", "test"):
-        rows = moments.masks[shard, "rest"]
-        parts.append((moments.values[source][rows], moments.values[target][rows].roll(7, 0)))
-    x, y = (torch.cat([part[side] for part in parts]) for side in (0, 1))
-    return PairSplits.from_rows(x, y)
-
-
 def test_maps_are_scored_beside_their_controls(splits, stream_moments):
-    control = shuffled(stream_moments, "resid_pre.0", "resid_post.1")
+    control = pair_splits(stream_moments, "resid_pre.0", "resid_post.1", shuffled=True)
     found = pair_report(splits, controls={"shuffled": control}, ranks=[2, 8], directions=torch.eye(8))
     table = found.to_frame().set_index(["data", "map"])
     own = table.loc[""]

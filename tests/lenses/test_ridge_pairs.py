@@ -63,6 +63,19 @@ def test_chosen_pairs_keep_their_order_and_maps_only_on_request(stream_moments):
     assert (named.source, named.target, named.facts["stratum"]) == ("resid_post.2", "resid_pre.0", "rest")
 
 
+def test_shuffled_pairing_explains_nothing(stream_moments):
+    found = ridge_pairs(stream_moments, shuffled=True)
+    assert (found.table["r2_vw"].abs() < 0.03).all()
+    assert (found.table["identity_r2_vw"] < -0.5).all()
+
+
+def test_other_shards_and_folds(stream_moments):
+    folds = pair_splits(stream_moments, "resid_pre.0", "resid_post.0", shards=(("fit", "validation"), None, "test"))
+    assert (folds.fit.count, folds.validation, folds.test.count) == (800, None, 200)
+    with pytest.raises(ValueError, match="give the names of fit, validation and test"):
+        pair_splits(stream_moments, "resid_pre.0", "resid_post.0", shards=("fit", "test"))
+
+
 def test_bad_input_says_what_to_do(stream_moments):
     with pytest.raises(ValueError, match="there are no pairs"):
         ridge_pairs(stream_moments, [])
