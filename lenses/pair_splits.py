@@ -60,6 +60,10 @@ class PairSplits:
         """The target replaced by what was added to the source."""
         return self._each("increment")
 
+    def joined(self) -> "PairSplits":
+        """Fit and validation together as the fit shard, for a map whose strength is chosen."""
+        return self if self.validation is None else PairSplits(self.fit + self.validation, None, self.test)
+
     def _each(self, method: str) -> "PairSplits":
         parts = (self.fit, self.validation, self.test)
         return PairSplits(*(None if part is None else getattr(part, method)() for part in parts))

@@ -134,6 +134,7 @@ def fit_shortcuts(
     *,
     method: str = "ridge",
     strengths: Sequence[int | float] | None = None,
+    refit: bool = False,
     stratum: str = "rest",
     dtype: torch.dtype = torch.float32,
     progress: bool = False,
@@ -145,7 +146,7 @@ def fit_shortcuts(
         pairs: of source and target; every residual depth with every deeper one if None. `pairs_to_last` is enough for
             a lens.
         method: "ridge", or "published": least squares without intercept.
-        strengths: ridge: ρ to choose from.
+        strengths, refit: of ridge, as of `ridge_map`.
         stratum: which tokens: "rest" (neither sinks nor BOS), "sinks" or "all". The paper has no strata: "all".
         dtype: what maps are kept in; they are fitted in float64.
         progress: show a bar.
@@ -160,7 +161,14 @@ def fit_shortcuts(
         raise ValueError("there are no pairs. Give at least one (source, target).")
     if method == "ridge":
         found = ridge_pairs(
-            moments, pairs, strengths=strengths, stratum=stratum, keep_maps=True, map_dtype=dtype, progress=progress
+            moments,
+            pairs,
+            strengths=strengths,
+            refit=refit,
+            stratum=stratum,
+            keep_maps=True,
+            map_dtype=dtype,
+            progress=progress,
         )
         return Shortcuts(found.maps, found.table.assign(method=method), method, stratum)
     maps: dict[Pair, LinearMap] = {}
