@@ -242,7 +242,7 @@ class Moments:
         return sum(cell.count for cell in self._chosen(shard, stratum))
 
     def counts(self) -> pd.DataFrame:
-        """One row per shard: tokens by reason (rest, first, special, massive); unmatched: without a shuffled partner."""
+        """One row per shard: its tokens by reason (rest, first, special, massive); unmatched: without a partner."""
         table = pd.DataFrame(self.reason_counts.numpy().copy(), columns=list(REASONS))
         table.insert(0, "shard", list(self.shards))
         if self.is_shuffled:
