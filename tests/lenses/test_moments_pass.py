@@ -233,7 +233,7 @@ def test_errors_before_anything_runs(model, made, monkeypatch, capsys):
         made(shards=["a", "b"] * 12)
     with pytest.raises(IndexError, match="layer 9 is out of range"):
         made(sites="resid_post.9")
-    with pytest.raises(KeyError, match="resid_post.9 is not among"):
+    with pytest.raises(KeyError, match=r"resid_post.9 is not among"):
         made(pairs=[("resid_post.9", "resid_post.0")])
     with pytest.raises(ValueError, match="no row per token"):
         made(sites=["pattern.0.1"])
