@@ -80,7 +80,7 @@ def moments_of(
     Raises:
         ValueError: more bytes than memory is free (before anything runs; says which band would fit); texts, documents
             or shards that do not agree; a folder with moments of another request (names the difference); NaN.
-        KeyError: a site that the model does not have.
+        KeyError, IndexError: a site that the model does not have.
         BlockingIOError: another process writes to the folder.
     """
     module = model.module if isinstance(model, LoadedModel) else model
@@ -220,7 +220,7 @@ def _run(
     start: int,
     request: dict[str, Any],
     save: Path | None,
-    interval: float,
+    interval: int | float,
     progress: bool,
 ) -> None:
     def checkpoint(next_batch: int) -> None:
