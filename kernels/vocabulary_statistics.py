@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from microtome.kernels.vocabulary_statistics_reference import (
+    vocabulary_kl_learned_reference,
     vocabulary_kl_reference,
     vocabulary_statistics_reference,
 )
@@ -88,3 +89,24 @@ def vocabulary_kl(
 ) -> Float[Tensor, "depth token"]:
     """KL(p || q_d) of every row, differentiable with respect to `hidden` alone, for training lenses."""
     return vocabulary_kl_reference(hidden, final, weight, bias=bias, factor=factor, cap=cap)
+
+
+def vocabulary_kl_learned(
+    features: Float[Tensor, "token feature"],
+    learned_weight: Float[Tensor, "vocab feature"],
+    learned_bias: Float[Tensor, " vocab"] | None,
+    final: Float[Tensor, "token d_model"],
+    weight: Float[Tensor, "vocab d_model"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = None,
+    factor: float = 1.0,
+    cap: float | None = None,
+) -> Float[Tensor, " token"]:
+    """KL(p || softmax(features learned_weight^T + learned_bias)) of every row, p the model's own distribution.
+
+    Differentiable with respect to features, learned_weight and learned_bias (once), not to the teacher's final state
+    and unembedding (weight, bias, factor, cap).
+    """
+    return vocabulary_kl_learned_reference(
+        features, learned_weight, learned_bias, final, weight, bias=bias, factor=factor, cap=cap
+    )

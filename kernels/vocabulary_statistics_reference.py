@@ -76,3 +76,22 @@ def vocabulary_kl_reference(
 
     p, q = log_probs(final).detach(), log_probs(hidden)
     return (p.exp() * (p - q)).sum(-1)
+
+
+def vocabulary_kl_learned_reference(
+    features: Float[Tensor, "token feature"],
+    learned_weight: Float[Tensor, "vocab feature"],
+    learned_bias: Float[Tensor, " vocab"] | None,
+    final: Float[Tensor, "token d_model"],
+    weight: Float[Tensor, "vocab d_model"],
+    *,
+    bias: Float[Tensor, " vocab"] | None = None,
+    factor: float = 1.0,
+    cap: float | None = None,
+) -> Float[Tensor, " token"]:
+    """KL(p || softmax(features learned_weight^T + learned_bias)), dense; autograd differentiates what is learned."""
+    with torch.no_grad():
+        scores = factor * torch.nn.functional.linear(final, weight, bias)
+        p = (scores if cap is None else cap * torch.tanh(scores / cap)).log_softmax(-1)
+    q = torch.nn.functional.linear(features, learned_weight, learned_bias).log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
