@@ -1,4 +1,4 @@
-"""Trains a tiny tuned lens and kills itself, without any notice, once a checkpoint of a given step is there."""
+"""Trains a tiny tuned lens and kills itself, without any notice, after the checkpoint of step 4."""
 
 import os
 import signal
@@ -10,9 +10,8 @@ import torch
 from microtome.lenses import tuned_training
 from transformers import LlamaConfig, LlamaForCausalLM
 
-FOLDER, KILL_AT = Path(sys.argv[1]), int(sys.argv[2])
 SETTINGS = tuned_training.TunedSettings(
-    steps=12, tokens=16, batch_tokens=64, optimizer=sys.argv[3], evaluate_every=3, checkpoint_every=2, held_out_tokens=32
+    steps=12, tokens=16, batch_tokens=64, evaluate_every=3, checkpoint_every=2, held_out_tokens=32
 )
 
 
@@ -27,15 +26,19 @@ def texts():
     return [torch.randint(3, 50, (9,), generator=generator).tolist() for _ in range(20)]
 
 
-kept = tuned_training._Training.keep
+def train(folder: Path, optimizer: str) -> tuned_training.TunedLens:
+    return tuned_training.fit_tuned_lens(
+        model(), texts(), settings=replace(SETTINGS, optimizer=optimizer), checkpoint=folder
+    )
 
 
-def keep_and_die(self, path, facts):
-    kept(self, path, facts)
-    if self.step >= KILL_AT > 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+if __name__ == "__main__":
+    kept = tuned_training._Training.keep
 
+    def keep_and_die(self, path, facts):
+        kept(self, path, facts)
+        if self.step >= 4:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-tuned_training._Training.keep = keep_and_die
-lens = tuned_training.fit_tuned_lens(model(), texts(), settings=replace(SETTINGS), checkpoint=FOLDER)
-lens.save(FOLDER / "lens")
+    tuned_training._Training.keep = keep_and_die
+    train(Path(sys.argv[1]), sys.argv[2])

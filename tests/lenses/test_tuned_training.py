@@ -1,3 +1,4 @@
+import runpy
 import signal
 import subprocess
 import sys
@@ -25,28 +26,42 @@ def texts():
     return [torch.randint(3, 120, (10,), generator=generator).tolist() for _ in range(30)]
 
 
-def run_script(folder: Path, kill_at: int, optimizer: str) -> int:
-    return subprocess.run([sys.executable, str(SCRIPT), str(folder), str(kill_at), optimizer], check=False).returncode
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam"])
 def test_a_killed_training_ends_bit_for_bit_where_another_does(optimizer, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert run_script(whole, 0, optimizer) == 0
-    assert run_script(killed, 4, optimizer) == -signal.SIGKILL
-    assert not (killed / "lens").exists()
-    assert run_script(killed, 0, optimizer) == 0
-    one, two = TunedLens.load(whole / "lens"), TunedLens.load(killed / "lens")
+    finished = subprocess.run([sys.executable, str(SCRIPT), str(killed), optimizer], check=False)
+    assert finished.returncode == -signal.SIGKILL
+    train = runpy.run_path(str(SCRIPT), run_name="killed")["train"]
+    one, two = train(whole, optimizer), train(killed, optimizer)
     assert torch.equal(one.weight, two.weight)
     assert torch.equal(one.bias, two.bias)
     pd.testing.assert_frame_equal(one.history, two.history)
     assert one.weight.abs().max() > 0
 
 
+def test_a_training_stopped_in_this_process_goes_on(tiny, texts, tmp_path, monkeypatch):
+    model = tiny("gpt2")
+    whole = fit_tuned_lens(model, texts, settings=QUICK)
+    learn = tuned_training._Training.learn
+
+    def stopped(self, *arguments):
+        if self.step == 5:
+            raise KeyboardInterrupt
+        learn(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tuned_training._Training, "learn", stopped)
+        fit_tuned_lens(model, texts, settings=QUICK, checkpoint=tmp_path)
+    resumed = fit_tuned_lens(model, texts, settings=QUICK, checkpoint=tmp_path)
+    assert torch.equal(whole.weight, resumed.weight)
+    pd.testing.assert_frame_equal(whole.history, resumed.history)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "neox", "gemma2", "qwen3"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_training_lowers_the_held_out_kl_of_every_kind(kind, optimizer, tiny, texts):
-    settings = replace(QUICK, steps=40, evaluate_every=10, optimizer=optimizer, rate=0.01 if optimizer == "adam" else None)
+    settings = replace(QUICK, steps=20, evaluate_every=10, optimizer=optimizer, rate=0.01 if optimizer == "adam" else None)
     lens = fit_tuned_lens(tiny(kind), texts, settings=settings)
     assert list(lens.sites) == SITES
     best = lens.history.groupby("site", sort=False)["kl"].min()
@@ -87,7 +102,7 @@ def test_the_first_step_follows_the_clipped_gradient_of_the_dense_kl(tiny, texts
 
 
 def test_first_tokens_and_held_out_documents_never_train(tiny, texts, monkeypatch):
-    model = tiny("llama")
+    model = tiny("gpt2")  # its learned positions tell the same token at two places apart
     seen = []
     learn = tuned_training._Training.learn
     monkeypatch.setattr(
@@ -102,8 +117,8 @@ def test_first_tokens_and_held_out_documents_never_train(tiny, texts, monkeypatc
             model(torch.tensor([text]))
         stream = tape["resid_pre.0"][0]
         by_text.append([bool((trained - row).abs().amax(1).min() < 1e-6) for row in stream])
-    # an embedding alone does not tell the position in a llama, so a text counts as seen if most of its tokens are
-    used = [sum(found[1:]) >= 9 for found in by_text]
+    assert not any(found[0] for found in by_text)
+    used = [all(found[1:]) for found in by_text]
     left_out = {number for number, is_used in zip(documents, used, strict=True) if not is_used}
     assert len(left_out) == 2
     assert all(used[row] == (documents[row] not in left_out) for row in range(30))
