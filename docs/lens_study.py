@@ -1,12 +1,12 @@
 """What lenses, maps and heads say of SmolLM2 on plain English, with controls: the tables of docs/results.md.
 
-    python docs/lens_study.py [corpus maps curves exits heads attribution attention memories relations]     all without one
+    python docs/lens_study.py [corpus maps curves exits heads attribution attention memories relations]
 
-Parts: corpus (what is read), maps (how linear steps are, ridge maps between depths, controls), curves (logit, ridge and
-tuned lens by depth), exits (layers saved at 90, 95 and 99 % agreement), heads (roles, with an untrained model), attribution
-(facts), attention (attention lenses of two layers), memories (values of MLPs and what sets them off), relations (LRE and
-LRC). Fits go by document; whole documents are held out. Moments, the tuned lens and the attention lenses are kept
-in runs/lens_study/, and a run that was stopped goes on from there.
+All parts without a name: corpus (what is read), maps (how linear steps are, ridge maps between depths, controls), curves
+(logit, ridge and tuned lens by depth), exits (layers saved at 90, 95 and 99 % agreement), heads (roles, with an
+untrained model), attribution (facts), attention (attention lenses of two layers), memories (values of MLPs and what sets
+them off), relations (LRE and LRC). Fits go by document; whole documents are held out. Moments, the tuned lens and the
+attention lenses are kept in runs/lens_study/, and a run that was stopped goes on from there.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 from microtome.capture import LoadedModel, load_model, untrained
-from microtome.data import plain_english, relation_pairs
+from microtome.data import plain_english
 from microtome.lenses import (
     LensStatistics,
     Moments,
@@ -31,12 +31,14 @@ from microtome.lenses import (
     fit_shortcuts,
     fit_tuned_lens,
     head_roles,
+    lens_cosine,
     lens_statistics,
     linearity,
     logit_attribution,
     logit_lens_of,
     memory_composition,
     moments_of,
+    paraphrase_agreement,
     ridge_pairs,
     share_of_heads,
     token_windows,
@@ -45,10 +47,12 @@ from microtome.lenses import (
     trigger_examples,
     value_agreement,
 )
+from microtome.lenses.head_roles import ROLE_SCORES
 
 FOLDER = Path("runs/lens_study")
 CHARACTERS = {"fit": 640_000, "validation": 120_000, "test": 120_000}  # about 4 per token
 CURVE_WINDOWS, CURVE_LENGTH = 60, 128
+ATTENTION_LAYERS = (14, 25)
 TUNED_DEPTHS = (0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 29)
 
 
@@ -169,7 +173,95 @@ def exits() -> None:
     show("Early exit", early_exits(curves_of()).to_frame())
 
 
-PARTS: dict[str, Callable[[], None]] = {"corpus": corpus, "maps": maps, "curves": curves, "exits": exits}
+def heads() -> None:
+    """Roles of heads on test windows, with repeated and needle texts, and an untrained model beside."""
+    found = windows("test")
+    roles = head_roles(smollm2(), found.texts, documents=found.documents, checkpoint=FOLDER / "heads")
+    table = roles.to_frame()
+    table.to_parquet(FOLDER / "head_roles.parquet")
+    show("Heads by role", table["role"].value_counts().rename_axis("role").reset_index())
+    for role, score in ROLE_SCORES.items():
+        columns = ["layer", "head", "kv_head", *(c for c in (score, f"{score}_low", f"{score}_high") if c in table)]
+        columns += [c for c in (f"fresh_{score}", f"{role}_control") if c in table]
+        show(f"Strongest: {role}", roles.strongest(role, 5)[columns])
+
+
+FACTS = {
+    "The capital of France is": (" Paris", " London"),
+    "The capital of Italy is": (" Rome", " London"),
+    "The capital of Japan is": (" Tokyo", " London"),
+    "The largest planet in the solar system is": (" Jupiter", " Mars"),
+    "The opposite of hot is": (" cold", " warm"),
+}
+PARAPHRASES = ["The capital of France is", "France's capital city is", "The name of the capital of France is"]
+
+
+def attribution() -> None:
+    """Which parts give the answers, how few heads carry them, and what taking those out does."""
+    targets, against = [t for t, _ in FACTS.values()], [a for _, a in FACTS.values()]
+    found = logit_attribution(smollm2(), list(FACTS), target=targets, against=against, by="head")
+    columns = ["text", "target", "against", "logit", "sum", "residual", "top"]
+    show("Facts: logit differences and their sums", found.logits[columns].assign(text=list(FACTS)))
+    paris = found.of(0)
+    show("Largest parts for Paris against London", paris.reindex(paris["value"].abs().nlargest(12).index))
+    show("Share of the ten largest heads", share_of_heads(found))
+    same = logit_attribution(smollm2(), PARAPHRASES, target=" Paris", against=" London", by="head")
+    show("Agreement of paraphrases", paraphrase_agreement(same))
+    effects = ablation_effects(smollm2(), list(FACTS), target=targets, against=against)
+    show("Direct part against mean ablation, largest heads", effects)
+
+
+def attention() -> None:
+    """Attention lenses of two layers."""
+    found, test = windows("fit"), curve_texts()
+    for layer in ATTENTION_LAYERS:
+        runs = [
+            train_attention_lens(
+                smollm2(),
+                found.texts,
+                layer,
+                documents=found.documents,
+                max_rows=20_000,
+                steps=200,
+                seed=seed,
+                folder=FOLDER / f"attention_{layer}_{seed}",
+                progress=True,
+            )
+            for seed in (0, 1)
+        ]
+        scores = runs[0].scores
+        summary = {
+            "layer": layer,
+            "kl": scores.kl,
+            "kl_start": runs[0].start_kl,
+            "kl_closed_form": runs[0].closed_form_kl,
+            "kl_bias": scores.kl_bias,
+            "explained": scores.explained,
+            "spearman": causal_agreement(smollm2(), runs[0].lens, test.texts[:20]).mean,
+            "seed_cosine": float(lens_cosine(runs[0].lens, runs[1].lens).mean()),
+        }
+        show(f"Attention lens of layer {layer}", pd.DataFrame([summary]))
+        show(f"Words of the heads of layer {layer}", scores.to_frame(smollm2(), shown=6))
+
+
+def memories() -> None:
+    """Whether values of MLP neurons say what follows their triggers, and whether layers compose them."""
+    found, layers = windows("fit"), [*range(0, 30, 3), 29]
+    triggers = trigger_examples(smollm2(), found.texts, k=25, layers=layers, folder=FOLDER / "triggers", progress=True)
+    show("Agreement of values and triggers", value_agreement(smollm2(), triggers, progress=True), 4)
+    show("Composition", memory_composition(smollm2(), curve_texts().texts[:10], layers, progress=True))
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "corpus": corpus,
+    "maps": maps,
+    "curves": curves,
+    "exits": exits,
+    "heads": heads,
+    "attribution": attribution,
+    "attention": attention,
+    "memories": memories,
+}
 
 
 def main() -> None:
