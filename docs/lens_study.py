@@ -2,11 +2,11 @@
 
     python docs/lens_study.py [corpus maps curves exits heads attribution attention memories relations]
 
-All parts without a name: corpus (what is read), maps (how linear steps are, ridge maps between depths, controls), curves
-(logit, ridge and tuned lens by depth), exits (layers saved at 90, 95 and 99 % agreement), heads (roles, with an
-untrained model), attribution (facts), attention (attention lenses of two layers), memories (values of MLPs and what sets
-them off), relations (LRE and LRC). Fits go by document; whole documents are held out. Moments, the tuned lens and the
-attention lenses are kept in runs/lens_study/, and a run that was stopped goes on from there.
+All parts without a name: corpus (what is read), maps (how linear steps are, ridge maps between depths, controls),
+curves (logit, ridge and tuned lens by depth), exits (layers saved at 90, 95 and 99 % agreement), heads (roles, with an
+untrained model), attribution (facts), attention (attention lenses of two layers), memories (values of MLPs and what
+sets them off), relations (LRE and LRC). Fits go by document; whole documents are held out. Moments, the tuned lens and
+the attention lenses are kept in runs/lens_study/, and a run that was stopped goes on from there.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from microtome.lenses import (
 from microtome.lenses.head_roles import ROLE_SCORES
 
 FOLDER = Path("runs/lens_study")
-CHARACTERS = {"fit": 640_000, "validation": 120_000, "test": 120_000}  # about 4 per token
+CHARACTERS = {"fit": 320_000, "validation": 60_000, "test": 60_000}  # about 4 per token
 CURVE_WINDOWS, CURVE_LENGTH = 60, 128
 ATTENTION_LAYERS = (14, 25)
 TUNED_DEPTHS = (0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 29)
@@ -87,21 +87,23 @@ def corpus() -> None:
 
 @cache
 def moments(name: str = "trained") -> Moments:
-    """Residual streams of all three splits; of an untrained model as a control."""
-    model = smollm2() if name == "trained" else untrained(smollm2(), seed=0)
+    """Residual streams of all three splits: all pairs; for the controls neighbours only, one window of two."""
+    model = untrained(smollm2(), seed=0) if name == "untrained" else smollm2()
+    step = 1 if name == "trained" else 2
     texts, documents, shards = [], [], []
     for split in CHARACTERS:
         found = windows(split)
-        texts += found.texts
-        documents += found.documents
-        shards += [split] * len(found.texts)
+        texts += found.texts[::step]
+        documents += found.documents[::step]
+        shards += [split] * len(found.texts[::step])
     return moments_of(
         model,
         texts,
         "resid",
         documents=documents,
         shards=shards,
-        shuffled=name == "trained",
+        pairs="all" if name == "trained" else 1,
+        shuffled=name == "shuffled",
         save=FOLDER / f"moments_{name}",
     )
 
@@ -111,6 +113,9 @@ def maps() -> None:
     for name in ("trained", "untrained"):
         found = linearity(moments(name))
         show(f"Linearity of each step ({name})", found.to_frame())
+    steps = list(zip(moments("shuffled").sites, moments("shuffled").sites[1:], strict=False))
+    shuffled = ridge_pairs(moments("shuffled"), steps, shuffled=True)
+    show("Steps paired with another document's tokens, mean over steps", by_distance(shuffled.table))
     pairs = ridge_pairs(moments(), progress=True)
     pairs.table.to_parquet(FOLDER / "ridge_pairs.parquet")
     show("Ridge maps between depths, mean over pairs of one distance", by_distance(pairs.table))
