@@ -27,7 +27,7 @@ class HeadSums:
         return {name: _ratio(self.sums[:, i].sum(0), self.weights[:, i].sum(0)) for i, name in enumerate(self.names)}
 
     def intervals(
-        self, documents: Sequence[int], *, draws: int, seed: int, level: float = 0.95
+        self, documents: Sequence[int] | np.ndarray, *, draws: int, seed: int, level: float = 0.95
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Low and high end of each score, by a bootstrap over documents (one number per text).
 

@@ -279,7 +279,7 @@ def test_a_model_outside_the_interface_is_refused_with_the_reason():
     ("options", "says"),
     [
         ({"thresholds": {"copying": 1}}, "thresholds has no role 'copying'"),
-        ({"documents": [1, 2]}, "documents has 2 entries for 4 texts"),
+        ({"documents": [1, 2]}, "2 documents for 4 texts"),
         ({"first_query": 40}, "no text reaches position 40: the longest has 33 tokens"),
         ({"made_texts": 0}, "must be at least 1"),
         ({"copy_length": 1}, "copies of 1 tokens"),
