@@ -3,7 +3,7 @@
 A tile holds a few tokens at every depth and, as one more depth, the final state, so that a block of the unembedding is
 read once for all and p is shared. With q_b the softmax within block b and w_b = exp(lse_b - lse) the block's share,
 
-    lse = logsumexp_b lse_b,    H(q) = lse - sum_b w_b q_b . z,    KL(p || q) = sum_b w_b p_b . (z_p - z_q) - lse_p + lse_q
+    lse = logsumexp_b lse_b,  H(q) = lse - sum_b w_b q_b . z,  KL(p || q) = sum_b w_b p_b . (z_p - z_q) + lse_q - lse_p
 
 (Milakov & Gimelshein 2018, arXiv:1805.02867, in the form that keeps a normaliser per block). Sums within a block run
 in float32, over blocks in float64. Differences of logits are taken before they are summed, so that a small KL keeps its
@@ -60,7 +60,7 @@ def _tile(
     block: int,
     space: Float[Tensor, "2 tile"],
 ) -> dict[str, Tensor]:
-    """Statistics of one tile's rows `[depth, token]`, the final state first where there is one; space is overwritten."""
+    """Statistics of rows `[depth, token]`, the final state first where there is one. Overwrites space."""
     depths, tokens, _ = states.shape
     rows = vocabulary.rows(states.flatten(0, 1))
     largest = RunningTop(depths * tokens, top, rows.dense)
