@@ -65,6 +65,19 @@ def test_chosen_pairs_keep_their_order_and_maps_only_on_request(stream_moments):
     assert (named.source, named.target, named.facts["stratum"]) == ("resid_post.2", "resid_pre.0", "rest")
 
 
+def test_the_table_as_a_matrix(stream_moments):
+    found = ridge_pairs(stream_moments, [("resid_post.2", "resid_pre.0"), ("resid_pre.0", "resid_post.1")])
+    matrix = found.matrix("identity_r2_vw")
+    assert (list(matrix.index), list(matrix.columns)) == (
+        ["resid_post.2", "resid_pre.0"],
+        ["resid_pre.0", "resid_post.1"],
+    )
+    assert matrix.loc["resid_pre.0", "resid_post.1"] == found.table["identity_r2_vw"].iloc[1]
+    assert np.isnan(matrix.loc["resid_post.2", "resid_post.1"])
+    with pytest.raises(KeyError, match="no column 'r2'"):
+        found.matrix("r2")
+
+
 def test_shuffled_pairing_explains_nothing(stream_moments):
     found = ridge_pairs(stream_moments, shuffled=True)
     assert (found.table["r2_vw"].abs() < 0.03).all()
