@@ -1,4 +1,4 @@
-"""Linear maps between depths of SmolLM2: near depths carry more than far ones, and what sinks do to the published score."""
+"""Linear maps between depths of SmolLM2: near depths carry more than far ones; sinks lift the published score."""
 
 import numpy as np
 import pytest
