@@ -25,11 +25,6 @@ from microtome.lenses.attention_lens_start import folded_unembedding, head_write
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 TEXTS = ("The capital of France is", "She opened the door and", "There was once a small", "Water boils when")
-    "The capital of France is",
-    "She opened the door and",
-    "In the beginning there was a small",
-    "Water boils when",
-)
 TOLERANCE = 1e-3  # nats, of a loss of some 10
 
 
