@@ -1,8 +1,8 @@
 """What each head of a layer says in words, beside how far its peers predict it and what the lens loses without it.
 
 One row per head: a bar for peer R2 (the share of the head that the layer's other heads predict: a lens cannot say
-whose the words of that share are), a bar for the KL that the lens loses when the head is taken out, the lens's words,
-and the words of the plain unembedding of the head. Heads whose peers predict half or more of them are orange.
+whose the words of that share are), a bar for the KL that the lens loses when the head is taken out (nats), the lens's
+words, and the words of the plain unembedding of the head. Heads whose peers predict half or more of them are orange.
 """
 
 import textwrap
@@ -84,7 +84,9 @@ def head_words(
         ticktext=[f"head {head}" for head in table["head"]],
         range=[len(rows) - 0.5, -0.5],
         showline=False,
+        showgrid=False,
         ticks="",
+        ticksuffix="  ",
         tickfont={"size": 13},
     )
     layer = f", layer {table['layer'].iloc[0]}" if "layer" in table.columns else ""
@@ -92,17 +94,15 @@ def head_words(
         template=LIGHT,
         title={"text": title if title is not None else f"What each head says{layer}", "y": 1, "yref": "container"}
         | {"pad": {"t": 14}, "yanchor": "top"},
-        height=_ROW_PIXELS * len(rows) + 136,
-        margin={"t": 84, "b": 52, "r": 12, "l": 60},
+        height=_ROW_PIXELS * len(rows) + 124,
+        margin={"t": 72, "b": 52, "r": 12, "l": 60},
         showlegend=False,
         bargap=0.45,
     )
-    for note in figure.layout.annotations:
-        # titles of text columns begin where the text does
-        if note.text in ("lens", "plain unembedding"):
-            axis = figure.layout[f"xaxis{columns.index(note.text) + 1}"]
-            note.update(x=axis.domain[0], xanchor="left")
-        note.font.size = 13
+    for place, note in enumerate(figure.layout.annotations, start=1):
+        # titles begin where bars and text do
+        axis = figure.layout["xaxis" if place == 1 else f"xaxis{place}"]
+        note.update(x=axis.domain[0], xanchor="left", font={"size": 13})
     figure.add_annotation(
         text="<br>".join(textwrap.wrap(_CAVEAT, 130)),
         **{"xref": "paper", "yref": "paper", "x": 0, "y": 0, "yshift": -14, "xanchor": "left", "yanchor": "top"},
@@ -111,7 +111,7 @@ def head_words(
     return figure
 
 
-_LOSS = {"drop_kl": "KL lost without it", "kl": "KL alone"}
+_LOSS = {"drop_kl": "KL lost, nats", "kl": "KL alone, nats"}
 
 
 def _add_bars(

@@ -54,7 +54,7 @@ def test_lenses_of_single_heads_show_their_own_kl() -> None:
     figure = head_words(alone)
     assert texts(figure)[1] == ["3.00", "2.00", "1.00"]
     assert len(figure.data) == 3
-    assert any(note.text == "KL alone" for note in figure.layout.annotations)
+    assert any(note.text == "KL alone, nats" for note in figure.layout.annotations)
     with pytest.raises(ValueError, match="sort_by='drop_kl'"):
         head_words(alone, sort_by="drop_kl")
 
