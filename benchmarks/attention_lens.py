@@ -5,8 +5,10 @@ Claims: the small form has exactly d_model / d_head (9 on SmolLM2) times fewer p
 
 A step is what training does: the teacher's distribution, what the form reads, KL and gradient, AdamW (torch's fused
 one). The original form is one product over all heads, [rows, heads x d_model] by [heads x d_model, vocab]. The loss is
-compared at one point, the original's weights being those of the small form through each head's pseudo-inverse; after
-the timed steps both losses are printed, which AdamW need not bring to the same place. Weights, gradient and Adam's two
+compared at one point, the original's weights being those of the small form through each head's pseudo-inverse. AdamW
+moves every weight by its rate, and the original form reads more numbers, so the small form's rate is larger by the
+ratio of what they read (sum |o| / sum |v|, 13.5 here): a first step then moves the logits alike, and the losses after
+the timed steps are printed. Weights, gradient and Adam's two
 moments take 4.1 GB for the original form. --vocab cuts the vocabulary, for a machine without that.
 """
 
@@ -25,17 +27,18 @@ from microtome.lenses.attention_lens_start import folded_unembedding, head_write
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 TEXTS = ("The capital of France is", "She opened the door and", "There was once a small", "Water boils when")
+RATE = 1e-3
 TOLERANCE = 1e-3  # nats, of a loss of some 10
 
 
 def stepper(
-    form: str, weight: Tensor, bias: Tensor, rows: LensRows, writes: Tensor, end: Unembedding
+    form: str, weight: Tensor, bias: Tensor, rows: LensRows, writes: Tensor, end: Unembedding, rate: float
 ) -> Callable[[], float]:
     """One training step on these rows; returns the loss before it."""
     parameters = nn.Parameter(weight), nn.Parameter(bias)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimiser = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0, fused=True)
+    optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True)
 
     def step() -> float:
         for parameter in parameters:
@@ -77,8 +80,9 @@ def main() -> None:
     large_bias[0] = constant / heads
     small_weight, small_bias = small_weight.reshape(1, heads * d_head, end.vocab), constant[None, None].clone()
     count = small_weight.numel() + small_bias.numel(), large_weight.numel() + large_bias.numel()
-    small = stepper("small", small_weight, small_bias, rows, writes, end)
-    large = stepper("original", large_weight, large_bias, rows, writes, end)
+    reads = [float(readout_input(rows.mixed, writes, "joint", form).abs().sum()) for form in ("small", "original")]
+    small = stepper("small", small_weight, small_bias, rows, writes, end, RATE * reads[1] / reads[0])
+    large = stepper("original", large_weight, large_bias, rows, writes, end, RATE)
     start = small(), large()
     ratio, ratios = paired(large, small, options.pairs)
     later = small(), large()
@@ -99,7 +103,7 @@ def main() -> None:
         ratio >= 3 and gap <= TOLERANCE,
         "original form batched over heads by one product, same rows and AdamW",
         f"ratios {ratios}; loss at the start {start[0]:.5f} and {start[1]:.5f}, after {options.pairs + 2} steps "
-        f"{later[0]:.4f} and {later[1]:.4f} (small, original); {shape}",
+        f"{later[0]:.4f} and {later[1]:.4f} (small, original; rates {RATE * reads[1] / reads[0]:.2g}, {RATE:g}); {shape}",
     )
 
 
