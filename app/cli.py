@@ -13,6 +13,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from microtome.app.config import DemoConfig
+from microtome.app.heads_commands import add_heads
 from microtome.app.lens_commands import lens
 from microtome.app.probe_config import ProbeConfig, given_columns
 from microtome.app.settings_file import as_yaml, holds_setting, read_settings
@@ -307,6 +308,9 @@ def export_store(
         from microtome.app import store_commands
 
         store_commands.export_store(path, out, format=form, sites=site, rows=rows, as_json=as_json)
+
+
+add_heads(app)
 
 
 def _exit_unless(is_well: bool) -> None:

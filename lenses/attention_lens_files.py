@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,7 +32,8 @@ def save_attention_lens(lens: AttentionLens, path: str | Path) -> Path:
         raise ValueError(f"{path.name} does not end in .safetensors.")
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"layer": lens.layer, "mode": lens.mode, "facts": dict(lens.facts)}
-    tensors = {name: getattr(lens, name) for name in ("weight", "bias", "mean", "peer_r2")}
+    tensors = {name: getattr(lens, name) for name in ("weight", "bias", "mean", "peer_r2", "log_mean_p")}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     write_facts_file(path, _LENS, tensors, facts)
     return path
 
@@ -85,8 +85,3 @@ def read_facts_file(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str,
         found = f"kind {header.get('kind')!r}, format {header.get('format')!r}"
         raise ValueError(f"{path} has {found}; expected {kind!r}, format {_FORMAT}.")
     return tensors, json.loads(header["facts"])
-
-
-def stays_finite(tensors: Mapping[str, Tensor]) -> bool:
-    """No NaN or infinity in any of them."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())

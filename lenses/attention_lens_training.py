@@ -214,8 +214,10 @@ def fit_attention_lens(
     best, best_step, history = _train(first, read, shards, end, settings, plain, folder, progress)
     mean = fit.mixed.mean(0)
     r2 = _peer_r2(shards)
-    lens = as_lens(best, writes, layer=layer, mean=mean, peer_r2=r2, facts={"settings": settings, **facts})
-    bias = best_bias(fit.normed, end, stream=fit.stream if mode == "residual" else None)
+    often = best_bias(fit.normed, end)
+    bias = best_bias(fit.normed, end, stream=fit.stream) if mode == "residual" else often
+    said = {"settings": settings, **facts}
+    lens = as_lens(best, writes, layer=layer, mean=mean, peer_r2=r2, log_mean_p=often, facts=said)
     scores = score_attention_lens(lens, shards["test"], end, bias=bias, plain=plain, top=top)
     found = {"kl": scores.kl, "kl_bias": scores.kl_bias, "explained": scores.explained, "best_step": best_step}
     lens = replace(lens, facts={**lens.facts, "scores": found | {"start_kl": start_kl, "closed_form_kl": closed_kl}})

@@ -37,9 +37,7 @@ class Places:
         pairs = [(slot, text, place) for slot, text in enumerate(row_ids) for place in wanted[text]]
         slots, texts, places = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
         batch_row = torch.from_numpy(slots).to(mask.device)
-        return cls(
-            texts, places, batch_row, first[batch_row] + torch.from_numpy(places).to(mask.device), first, mask
-        )
+        return cls(texts, places, batch_row, first[batch_row] + torch.from_numpy(places).to(mask.device), first, mask)
 
     def pick(self, value: Tensor) -> Tensor:
         """`[batch, position, ...]` to `[row, ...]`."""

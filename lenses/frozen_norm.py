@@ -11,6 +11,7 @@ Beware: the scale is itself a function of all parts. Keeping it answers "how is 
 logit be without this part".
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,11 +100,10 @@ def frozen_norm(module: nn.Module, width: int) -> FrozenNorm:
     moved = run(signs + 4.0)
     is_centred = float((moved - above).abs().max()) < 1e-2 * float(above.abs().max())
     bare = FrozenNorm(torch.ones(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64), 0.0, is_centred)
-    eps, gain = 0.0, torch.ones(width, dtype=torch.float64)
-    for _ in range(3):  # the gain at size 1 knows eps a little, and eps the gain
-        sized = bare.centred(signs) / (bare.scale(signs).square() + eps).sqrt()[..., None]
-        gain = ((above - below) / 2 / sized).mean(0)
-        eps = _epsilon(run, signs, gain, shift, bare)
+    plain, written = bare.centred(signs), (above - below) / 2
+    variance = float(plain.square().mean())
+    eps = _epsilon(run, signs, written, shift, variance)
+    gain = (written / plain).mean(0) * (variance + eps) ** 0.5
     found = FrozenNorm(gain, shift, eps, is_centred)
     limit = HALF_LIMIT if dtype in (torch.float16, torch.bfloat16) else LIMIT
     error = max(_error(run, found, size, generator) for size in (max(eps, 1e-12) ** 0.5, 1.0, 30.0))
@@ -115,25 +115,22 @@ def frozen_norm(module: nn.Module, width: int) -> FrozenNorm:
     return FrozenNorm(gain, shift, eps, is_centred, error)
 
 
-def _epsilon(run, signs: Tensor, gain: Tensor, shift: Tensor, bare: FrozenNorm) -> float:
-    """eps from vectors so small that it counts: s^2 = t^2 mean(x^2) + eps."""
-    x = bare.centred(signs)
-    for power in range(1, 9):
+def _epsilon(run: Callable, signs: Tensor, written: Tensor, shift: Tensor, variance: float) -> float:
+    """eps from vectors so small that it counts.
+
+    Of x and t x the module writes g x / sqrt(v + eps) and g t x / sqrt(t^2 v + eps), whatever g is.
+    """
+    for power in range(1, 10):
         size = 10.0 ** (-power)
-        written = run(size * signs) - shift
-        # least squares for 1 / s in written = gain size x / s
-        plain = gain * size * x
-        inverse = float((plain * written).sum() / plain.square().sum().clamp(min=1e-300))
-        if not inverse > 0:
-            return 0.0
-        variance = float((size * x).square().mean())
-        eps = inverse**-2 - variance
-        if eps > variance:
-            return eps
+        small = run(size * signs) - shift
+        ratio = float((written * small).sum() / small.square().sum().clamp(min=1e-300))
+        quotient = (ratio * size) ** 2  # (t^2 v + eps) / (v + eps)
+        if quotient > 2 * size**2:
+            return variance * (quotient - size**2) / max(1 - quotient, 1e-12)
     return 0.0
 
 
-def _error(run, norm: FrozenNorm, size: float, generator: torch.Generator) -> float:
+def _error(run: Callable, norm: FrozenNorm, size: float, generator: torch.Generator) -> float:
     x = torch.randn(16, len(norm.gain), generator=generator, dtype=torch.float64)
     x = size * (x + torch.randn(16, 1, generator=generator, dtype=torch.float64))
     out = run(x)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from microtome.capture.tap_plan import SiteName
 from microtome.data.provenance import environment
 from microtome.lenses.corpus_pass import CorpusPass, corpus_pass
 from microtome.lenses.document_shards import SHARES, DocumentShards, shards_of_texts
+from microtome.lenses.documents import document_numbers
 from microtome.lenses.moments import CHUNK, Moments
 from microtome.lenses.moments_files import has_moments, load_moments, read_progress, save_moments
 from microtome.lenses.site_pairs import Pairs
@@ -48,7 +49,7 @@ def moments_of(
     texts: Any,
     sites: Sequence[SiteName] | SiteName = "resid",
     *,
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     pairs: Pairs = "all",
     shards: Shards = SHARES,
     seed: int = 0,
@@ -70,7 +71,7 @@ def moments_of(
         texts: strings, message lists or token ids.
         sites: in order of depth; "resid" stands for resid_pre.0 and every resid_post (r_0 to r_L). Whole heads
             ("z.3") are laid side by side.
-        documents: of each text; each its own if None.
+        documents: name or number of the document of each text; each its own if None.
         pairs, seed, shuffled, chunk: as in `Moments`.
         shards: as in `Moments`, or the shard's name of each text.
         rule: which tokens are sinks. Massive ones are looked for at every residual site if it names none.
@@ -80,7 +81,7 @@ def moments_of(
     Raises:
         ValueError: more bytes than memory is free (before anything runs; says which band would fit); texts, documents
             or shards that do not agree; a folder with moments of another request (names the difference); NaN.
-        KeyError: a site that the model does not have.
+        KeyError, IndexError: a site that the model does not have.
         BlockingIOError: another process writes to the folder.
     """
     module = model.module if isinstance(model, LoadedModel) else model
@@ -98,9 +99,7 @@ def moments_of(
         max_length=max_length,
         add_special_tokens=add_special_tokens,
     )
-    documents = list(range(len(job.texts))) if documents is None else [int(d) for d in documents]
-    if len(documents) != len(job.texts):
-        raise ValueError(f"{len(documents)} documents for {len(job.texts)} texts. Give the document of every text.")
+    documents = document_numbers(documents, len(job.texts)).tolist()
     if isinstance(shards, Sequence) and not isinstance(shards, str):
         shards = shards_of_texts(shards, documents)
     widths, device = _widths(job, wanted)
@@ -220,7 +219,7 @@ def _run(
     start: int,
     request: dict[str, Any],
     save: Path | None,
-    interval: float,
+    interval: int | float,
     progress: bool,
 ) -> None:
     def checkpoint(next_batch: int) -> None:

@@ -134,9 +134,7 @@ def last_map(module: nn.Module, path: str, contribution: str, width: int) -> Las
         after = module.get_submodule(contribution)
         if not isinstance(after, nn.Dropout | nn.Identity):
             post_norm = frozen_norm(after, width)
-    return LastMap(
-        affine_weight(projection, empty).detach(), double(projection.forward(empty))[0, 0], post_norm, path
-    )
+    return LastMap(affine_weight(projection, empty).detach(), double(projection.forward(empty))[0, 0], post_norm, path)
 
 
 def double(value: Tensor) -> Tensor:

@@ -13,13 +13,19 @@ TEXT = [5, 6, 7, 8, 9, 10, 11]
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_transformer_lens_says_the_same(kind, tiny):
+def test_transformer_lens_says_the_same(kind, tiny, word_tokenizer, tmp_path):
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.tools.analysis import logit_lens as of_transformer_lens
+    from transformers import AutoTokenizer
 
     model = tiny(kind)
     ours = logit_lens(model, [TEXT])
-    bridge = TransformerBridge.boot_transformers(kind, hf_model=copy.deepcopy(model), tokenizer=None)
+    word_tokenizer.save_pretrained(tmp_path)  # it reads the tokenizer from where its name says
+    model.config.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    bridge = TransformerBridge.boot_transformers(
+        str(tmp_path), hf_model=copy.deepcopy(model), tokenizer=tokenizer
+    )
     theirs = of_transformer_lens(bridge, torch.tensor([TEXT]), positions=None)
     log_probs = theirs.logits.detach()[:, 0].log_softmax(-1)
     assert log_probs.shape == (4, 7, 120)

@@ -15,18 +15,20 @@ from microtome.lenses.simple_maps import scale_map, shift_map
 KINDS = ("r2_vw", "r2_ua", "r2_wh")
 
 
-@pytest.mark.parametrize("penalty", ["isotropic", "diag"])
-def test_a_pair_among_all_is_the_pair_alone(stream_moments, penalty):
-    found = ridge_pairs(stream_moments, penalty=penalty, keep_maps=True, canonical=True)
+@pytest.mark.parametrize(("penalty", "refit"), [("isotropic", False), ("diag", False), ("isotropic", True)])
+def test_a_pair_among_all_is_the_pair_alone(stream_moments, penalty, refit):
+    found = ridge_pairs(stream_moments, penalty=penalty, refit=refit, keep_maps=True, canonical=True)
     assert len(found.table) == 16
     for row in found.to_frame().to_dict("records"):
         name = row["source"], row["target"]
         splits = pair_splits(stream_moments, *name)
-        alone = ridge_map(splits.fit, splits.validation, penalty=penalty)
+        alone = ridge_map(splits.fit, splits.validation, penalty=penalty, refit=refit)
         assert (row["strength"], row["edge"]) == (alone.path.strength, alone.path.edge)
         torch.testing.assert_close(found.maps[name].weight, alone.map.weight)
         torch.testing.assert_close(found.maps[name].intercept, alone.map.intercept)
         torch.testing.assert_close(found.paths[name].validation_r2, alone.path.validation_r2)
+        splits = splits.joined() if refit else splits
+        assert row["count"] == alone.map.facts["count"] == (800 if refit else 600)
         kinds = [kind for kind in (*KINDS, "r2_increment") if name[0] != name[1] or kind != "r2_increment"]
         scores = map_scores(alone.map, splits.test, splits.fit)
         np.testing.assert_allclose([row[k] for k in kinds], [getattr(scores, k) for k in kinds], atol=1e-9)
@@ -61,6 +63,19 @@ def test_chosen_pairs_keep_their_order_and_maps_only_on_request(stream_moments):
     assert list(found.on_edge()["edge"]) == [edge for edge in found.table["edge"] if edge]
     named = ridge_pairs(stream_moments, pairs[:1], keep_maps=True).maps[pairs[0]]
     assert (named.source, named.target, named.facts["stratum"]) == ("resid_post.2", "resid_pre.0", "rest")
+
+
+def test_shuffled_pairing_explains_nothing(stream_moments):
+    found = ridge_pairs(stream_moments, shuffled=True)
+    assert (found.table["r2_vw"].abs() < 0.03).all()
+    assert (found.table["identity_r2_vw"] < -0.5).all()
+
+
+def test_other_shards_and_folds(stream_moments):
+    folds = pair_splits(stream_moments, "resid_pre.0", "resid_post.0", shards=(("fit", "validation"), None, "test"))
+    assert (folds.fit.count, folds.validation, folds.test.count) == (800, None, 200)
+    with pytest.raises(ValueError, match="give the names of fit, validation and test"):
+        pair_splits(stream_moments, "resid_pre.0", "resid_post.0", shards=("fit", "test"))
 
 
 def test_bad_input_says_what_to_do(stream_moments):
