@@ -129,9 +129,7 @@ class PairMoments:
             ValueError: x and y are of different width.
         """
         if self.d_in != self.d_out:
-            raise ValueError(
-                f"x has {self.d_in} channels and y {self.d_out}; y - x needs one stream at both ends."
-            )
+            raise ValueError(f"x has {self.d_in} channels and y {self.d_out}; y - x needs one stream at both ends.")
         return PairMoments(
             self.count,
             self.mean_x,
