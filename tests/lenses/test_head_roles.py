@@ -1,5 +1,6 @@
 import copy
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from microtome.capture import dissect, output_weights
 from microtome.capture.attention_seam import seam_observed
 from microtome.capture.batches import PaddingRecipe
 from microtome.kernels.attention_statistics import KeyRule
-from microtome.lenses import head_pass, head_roles
+from microtome.lenses import head_pass
 from microtome.lenses.head_roles import ROLE_SCORES, THRESHOLDS, WINDOWS
 from microtome.lenses.head_roles import head_roles as roles_of
+from microtome.lenses.head_scores import marked_scores
 
 KINDS = ["llama", "gpt2", "neox", "neox_sequential", "gemma2", "qwen3", "bert"]
 LENGTHS = (20, 33, 12, 28)
@@ -135,14 +137,13 @@ def test_output_norm_is_that_of_the_written_vectors(tiny):
 def test_induction_and_retrieval_are_the_marked_weights(tiny):
     model, texts = tiny("llama"), drawn_texts()
     seen = {}
-    original = head_roles.marked_scores
 
     def spy(made, name):
         seen[name] = made
-        return original(made, name)
+        return marked_scores(made, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_roles, "marked_scores", spy)
+        patch.setattr(sys.modules["microtome.lenses.head_roles"], "marked_scores", spy)
         found = roles_of(model, texts, with_fresh=False, copy_length=9, **QUICK).table
     for name, made in seen.items():
         weight, top, one = (np.zeros((3, 4)) for _ in range(3))
