@@ -15,11 +15,17 @@ from microtome.data.computed_labels import line_left as line_left
 from microtome.data.computed_labels import line_position as line_position
 from microtome.data.computed_labels import token_length as token_length
 from microtome.data.elements import elements as elements
+from microtome.data.gensim_texts import encyclopedia as encyclopedia
+from microtome.data.gensim_texts import news as news
+from microtome.data.gutenberg import gutenberg as gutenberg
 from microtome.data.lines import lines as lines
+from microtome.data.plain_english import plain_english as plain_english
 from microtome.data.questions import questions as questions
 from microtome.data.registry import Archive as Archive
 from microtome.data.registry import cache_folder as cache_folder
 from microtome.data.registry import fetch as fetch
+from microtome.data.relations import RELATIONS as RELATIONS
+from microtome.data.relations import relation_pairs as relation_pairs
 from microtome.data.runs import Run as Run
 from microtome.data.runs import list_runs as list_runs
 from microtome.data.sentiment import sentiment as sentiment

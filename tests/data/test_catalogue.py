@@ -59,13 +59,14 @@ def small_set(cache, monkeypatch):
 
 
 def test_every_set_is_described():
-    assert list(DATA_SETS) == ["sentiment", "toy", "cities", "elements", "questions", "brown", "lines"]
+    names = ["sentiment", "toy", "cities", "elements", "questions", "brown", "lines", "english"]
+    assert list(DATA_SETS) == names
     for name, data_set in DATA_SETS.items():
         assert data_set.name == name
         assert data_set.says.endswith(".")
         assert data_set.labels
         assert data_set.licence
-        assert len(data_set.archives) == (name != "toy")
+        assert len(data_set.archives) == {"toy": 0, "english": 4}.get(name, 1)
         for archive in data_set.archives:
             assert len(archive.sha256) == 64
             assert archive.version in archive.filename
@@ -176,7 +177,7 @@ def test_verify_counts_the_rows(small_set, monkeypatch):
 def test_unknown_names_get_near_ones(ask):
     with pytest.raises(KeyError, match=r"no data set 'citys'; there are sentiment, toy, .*Did you mean 'cities'\?"):
         ask("citys")
-    with pytest.raises(KeyError, match=r"no data set 'xxxx'; there are .*, lines\.'?\"?$"):
+    with pytest.raises(KeyError, match=r"no data set 'xxxx'; there are .*, english\.'?\"?$"):
         ask("xxxx")
 
 

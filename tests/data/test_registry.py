@@ -85,6 +85,17 @@ def test_wheels_and_source_archives_are_asked_for_as_such(tmp_path):
     assert pip_command(SOURCE, tmp_path)[-5:-3] == ["--no-binary", "some-text"]
 
 
+def test_a_wheel_of_one_platform_is_asked_for_by_its_tags(tmp_path):
+    name = "some_text-1.0-cp311-cp311-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
+    command = pip_command(Archive("some-text", "1.0", name, "0" * 64), tmp_path)
+    assert command[command.index("--only-binary") :][:6] == [
+        *("--only-binary", ":all:", "--python-version", "311", "--abi", "cp311"),
+    ]
+    assert [command[i + 1] for i, word in enumerate(command) if word == "--platform"] == [
+        *("manylinux_2_24_x86_64", "manylinux_2_28_x86_64"),
+    ]
+
+
 def test_cache_folder_follows_the_variable(empty_cache, monkeypatch, tmp_path):
     assert cache_folder("a", "b") == empty_cache / "a" / "b"
     assert (empty_cache / "a" / "b").is_dir()
