@@ -81,8 +81,9 @@ def main() -> None:
     small_weight, small_bias = small_weight.reshape(1, heads * d_head, end.vocab), constant[None, None].clone()
     count = small_weight.numel() + small_bias.numel(), large_weight.numel() + large_bias.numel()
     reads = [float(readout_input(rows.mixed, writes, "joint", form).abs().sum()) for form in ("small", "original")]
-    small = stepper("small", small_weight, small_bias, rows, writes, end, RATE * reads[1] / reads[0])
-    large = stepper("original", large_weight, large_bias, rows, writes, end, RATE)
+    rates = RATE * reads[1] / reads[0], RATE
+    small = stepper("small", small_weight, small_bias, rows, writes, end, rates[0])
+    large = stepper("original", large_weight, large_bias, rows, writes, end, rates[1])
     start = small(), large()
     ratio, ratios = paired(large, small, options.pairs)
     later = small(), large()
@@ -103,7 +104,7 @@ def main() -> None:
         ratio >= 3 and gap <= TOLERANCE,
         "original form batched over heads by one product, same rows and AdamW",
         f"ratios {ratios}; loss at the start {start[0]:.5f} and {start[1]:.5f}, after {options.pairs + 2} steps "
-        f"{later[0]:.4f} and {later[1]:.4f} (small, original; rates {RATE * reads[1] / reads[0]:.2g}, {RATE:g}); {shape}",
+        f"{later[0]:.4f} and {later[1]:.4f} (small, original; rates {rates[0]:.2g}, {rates[1]:g}); {shape}",
     )
 
 

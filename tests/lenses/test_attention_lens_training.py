@@ -332,7 +332,7 @@ def test_bad_requests_are_told(models, shards, monkeypatch) -> None:
 
 
 def test_a_model_without_heads_to_read_is_refused(models, tiny) -> None:
-    with pytest.raises(ValueError, match="no unembedding behind its last block"):
+    with pytest.raises(ValueError, match="has no end that a lens can use"):
         lens_rows(tiny("bert"), [[5, 6, 7]], 1)
     with pytest.raises((IndexError, KeyError)):
         lens_rows(models["llama"], [[5, 6, 7]], 9)
