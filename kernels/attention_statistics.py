@@ -1,10 +1,10 @@
 """Attention output and what each row of the pattern looks like, without the pattern in memory.
 
-    s[i, j] = cap(scaling q_i . k_j) + bias[i, j] + mask,     p[i, j] = exp(s[i, j] - lse[i]),     z_i = sum_j p[i, j] v_j
+    s[i, j] = cap(scaling q_i . k_j) + bias[i, j] + mask,    p[i, j] = exp(s[i, j] - lse[i]),    z_i = sum_j p[i, j] v_j
 
     lse = log(sum_j exp(s) + exp(sink)),   entropy = -sum_j p log p (nats, over keys),   largest = max_j p,
     mean_distance = sum_j p |i + offset - j|,   within[w] = sum of p over |i + offset - j| < w,
-    weight on self (distance 0), on the previous token (distance 1), on the first key, on marked keys, on keys of a rule.
+    weight on self (distance 0), on the previous token (distance 1), on the first key, marked keys, keys of a rule.
 
 Softmax in one pass after Dao et al. 2022 (arXiv:2205.14135), here over blocks of queries. A sink (gpt-oss,
 arXiv:2508.10925, section 2.3) takes probability and gives no value: `total`, the sum of a row, is then below one, and

@@ -11,6 +11,7 @@ A tile holds batch x head x block x key numbers; a block shrinks as keys get mor
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -110,18 +111,18 @@ def attention_statistics_blocked(
         norm = total if sinks is None else total + (sink - peak).exp()
         norm = norm.masked_fill(norm == 0, 1.0)
 
-        def put(name: str, value: Tensor, at: tuple = (texts, slice(None), rows)) -> None:
-            found[name][at] = value / norm  # noqa: B023
+        here = (texts, slice(None), rows)
+        put = partial(_put, found, norm, here)
 
         is_empty = largest == -torch.inf
         log_norm = norm.log()
         put("total", total)
         put("largest", (largest - peak).exp())
-        found["log_sum_exp"][texts, :, rows] = (peak + log_norm).masked_fill(
+        found["log_sum_exp"][here] = (peak + log_norm).masked_fill(
             is_empty if sinks is None else torch.zeros_like(is_empty), -torch.inf
         )
         if v is not None:
-            found["z"][texts, :, rows] = products[..., :-2] / norm[..., None]
+            found["z"][here] = products[..., :-2] / norm[..., None]
         per_query = []
         if is_backward:
             back = (own - (rows.start + offset))[:, 0].to(dtype)
@@ -138,11 +139,10 @@ def attention_statistics_blocked(
             per_query.append(chosen.to(dtype))
         if per_query:
             sums = _per_query(e, torch.stack(per_query, 2))
-            start = 0 if is_backward else 1
-            if start:
+            if not is_backward:
                 put("mean_distance", sums[0])
-            for number in range(len(rules)):
-                put("on_rules", sums[start + number], (number, texts, slice(None), rows))
+            for number, weight in enumerate(sums[len(sums) - len(rules) :]):
+                put("on_rules", weight, number)
 
         reach = max((*windows, 2)) - 1
         band, back = _band(e, rows.start + offset - low, reach, 0 if is_backward else reach)
@@ -150,14 +150,17 @@ def attention_statistics_blocked(
         put("on_previous", band[..., back - 1])
         for number, window in enumerate(windows):
             near = band[..., back - window + 1 : back + (1 if is_backward else window)]
-            put("within", near.sum(-1), (number, texts, slice(None), rows))
+            put("within", near.sum(-1), number)
         put("on_first", _at(e, (first_key[texts] - low)[:, None, None].expand(-1, n_rows, 1))[..., 0])
         if marked.shape[-1]:
-            on_marked = _at(e, marked[texts, rows] - low) / norm[..., None]
-            found["on_marked"][texts, :, rows] = on_marked
+            found["on_marked"][here] = _at(e, marked[texts, rows] - low) / norm[..., None]
         # last: it writes over the scores
         put("entropy", total * log_norm - s.mul_(e).sum(-1))
     return found
+
+
+def _put(found: dict, norm: Tensor, here: tuple, name: str, value: Tensor, number: int | None = None) -> None:
+    found[name][here if number is None else (number, *here)] = value / norm
 
 
 def _blocks(

@@ -16,13 +16,14 @@ between the blocks M_h at no loss, so a head's words are its own only as far as 
 display: a head's logits are (v_h - E v_h) M_h.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from microtome.capture.models import LoadedModel
@@ -30,12 +31,14 @@ from microtome.lenses.attention_lens_rows import LensRows, lens_rows
 from microtome.lenses.attention_lens_start import folded_unembedding, head_writes, plain_weight
 from microtome.lenses.unembedding import unembedding_of
 
-Mode = Literal["joint", "independent", "shared", "residual"]
+# one of MODES; told by a message of ours, so not a Literal
+Mode = str
 MODES = ("joint", "independent", "shared", "residual")
 CAVEAT = (
     "peer R2: the share of the head that the layer's other heads predict. A lens cannot say whose the words of that "
     "share are."
 )
+LEAST_PROBABILITY = 1e-6
 _ROWS_AT_ONCE = 64
 
 
@@ -50,6 +53,8 @@ class AttentionLens:
         bias: b, one row; in the independent mode a row per head.
         mean: E v_h over the rows of the fit.
         peer_r2: share of each head that its peers predict, on held-out rows.
+        log_mean_p: log of the model's mean probability of each token over the rows of the fit. Tokens that hardly ever
+            come are never told apart by training, and would fill the lists of words: see `shown_tokens`.
         facts: settings and scores, JSON values.
     """
 
@@ -59,6 +64,7 @@ class AttentionLens:
     bias: Float[Tensor, "share vocab"]
     mean: Float[Tensor, "head d_head"]
     peer_r2: Float[Tensor, " head"]
+    log_mean_p: Float[Tensor, " vocab"] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,13 +167,20 @@ class AttentionLens:
         scores = (mixed[:, head] - self.mean[head]) @ self.weight[head]
         return scores - scores.mean(-1, keepdim=True)
 
+    def shown_tokens(self, least: float) -> Bool[Tensor, " vocab"]:
+        """Tokens of a mean probability of at least `least`; all of them where it is not known."""
+        if self.log_mean_p is None or least <= 0:
+            return torch.ones(self.vocab, dtype=torch.bool)
+        return self.log_mean_p >= math.log(least)
+
     def decode(
         self,
         model: LoadedModel,
         texts: Any,
-        positions: Literal["last"] | Sequence[int] = "last",
+        positions: str | Sequence[int] = "last",
         *,
         top: int = 8,
+        least_probability: float = LEAST_PROBABILITY,
     ) -> "HeadReadings":
         """Top words of every head at some positions of texts, beside the plain unembedding of the same head.
 
@@ -175,6 +188,8 @@ class AttentionLens:
             model: the model that the lens was fitted on.
             positions: "last" real token of each text, or positions that count from 0, negative ones from the end,
                 taken in every text that has them.
+            top: words per head.
+            least_probability: words of a smaller mean probability are left out, on both sides.
 
         Raises:
             ValueError: a model whose heads or vocabulary are others, no tokenizer, or positions that no text has.
@@ -188,14 +203,15 @@ class AttentionLens:
         self.require_fit(rows, unembedding_of(model).vocab)
         writes, _ = head_writes(model, self.layer)
         plain = plain_weight(writes, folded_unembedding(unembedding_of(model)))
+        hidden = torch.zeros(self.vocab).masked_fill_(~self.shown_tokens(least_probability), -torch.inf)
         ids = {"lens": [], "plain": []}
         values = []
         for head in range(self.heads):
             parts = []
             for some in torch.arange(len(rows)).split(_ROWS_AT_ONCE):
                 mixed = rows.mixed[some]
-                best = self.head_logits(mixed, head).topk(top, dim=-1)
-                parts.append((best.indices, best.values, (mixed[:, head] @ plain[head]).topk(top, dim=-1).indices))
+                best = (self.head_logits(mixed, head) + hidden).topk(top, dim=-1)
+                parts.append((best.indices, best.values, (mixed[:, head] @ plain[head] + hidden).topk(top).indices))
             chosen, scores, bare = (torch.cat(each) for each in zip(*parts, strict=True))
             ids["lens"].append(chosen), ids["plain"].append(bare), values.append(scores)
         return HeadReadings(
@@ -286,7 +302,7 @@ def _visible(word: str) -> str:
     return bare.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "␣") or "∅"
 
 
-def _at_positions(rows: LensRows, positions: Sequence[int]) -> LensRows:
+def _at_positions(rows: LensRows, positions: str | Sequence[int]) -> LensRows:
     if isinstance(positions, str) or not len(positions):
         raise ValueError(f"positions={positions!r}. Give 'last' or a list of positions.")
     lengths = torch.zeros(int(rows.text.max()) + 1, dtype=torch.long).scatter_reduce(

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,7 +32,8 @@ def save_attention_lens(lens: AttentionLens, path: str | Path) -> Path:
         raise ValueError(f"{path.name} does not end in .safetensors.")
     path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"layer": lens.layer, "mode": lens.mode, "facts": dict(lens.facts)}
-    tensors = {name: getattr(lens, name) for name in ("weight", "bias", "mean", "peer_r2")}
+    tensors = {name: getattr(lens, name) for name in ("weight", "bias", "mean", "peer_r2", "log_mean_p")}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     write_facts_file(path, _LENS, tensors, facts)
     return path
 
@@ -65,7 +65,8 @@ def load_training_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] 
 
 def write_facts_file(path: Path, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Tensors and JSON facts as one file, whole or not at all."""
-    header = {"format": str(_FORMAT), "kind": kind, "facts": json.dumps(facts)}
+    # one entry: the library writes several in an order that changes from process to process
+    header = {"microtome": json.dumps({"format": _FORMAT, "kind": kind, "facts": facts})}
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replaced_file(path) as scratch:
         save_file(kept, scratch, metadata=header)
@@ -77,16 +78,11 @@ def read_facts_file(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str,
         raise FileNotFoundError(f"no file {path}.")
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            header = json.loads((file.metadata() or {}).get("microtome", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}). Delete it and run again.") from error
-    if header.get("kind") != kind or header.get("format") != str(_FORMAT):
+    if header.get("kind") != kind or header.get("format") != _FORMAT:
         found = f"kind {header.get('kind')!r}, format {header.get('format')!r}"
         raise ValueError(f"{path} has {found}; expected {kind!r}, format {_FORMAT}.")
-    return tensors, json.loads(header["facts"])
-
-
-def stays_finite(tensors: Mapping[str, Tensor]) -> bool:
-    """No NaN or infinity in any of them."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+    return tensors, header["facts"]

@@ -9,7 +9,7 @@ so that a form is a choice of input and both train by the same code. `as_lens` b
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,8 +27,8 @@ from microtome.lenses.attention_lens_start import (
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.unembedding import Unembedding
 
-Form = Literal["small", "original"]
-Start = Literal["unembedding", "closed_form", "zero"]
+# one of FORMS, one of STARTS; told by a message of ours, so no Literals
+Form = Start = str
 FORMS, STARTS = ("small", "original"), ("unembedding", "closed_form", "zero")
 
 
@@ -76,6 +76,7 @@ def as_lens(
     layer: int,
     mean: Float[Tensor, "head d_head"],
     peer_r2: Float[Tensor, " head"],
+    log_mean_p: Float[Tensor, " vocab"] | None = None,
     facts: dict[str, Any] | None = None,
 ) -> AttentionLens:
     """The lens in the small form: M_h = W_O^h W_h, b = sum of b_h."""
@@ -88,7 +89,7 @@ def as_lens(
         weight = writes @ whole
     elif readout.mode != "independent":
         weight = weight[0].unflatten(0, (heads, d_head))
-    return AttentionLens(layer, readout.mode, weight, bias, mean, peer_r2, facts or {})
+    return AttentionLens(layer, readout.mode, weight, bias, mean, peer_r2, log_mean_p, facts or {})
 
 
 @torch.no_grad()

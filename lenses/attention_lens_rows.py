@@ -11,7 +11,7 @@ sinks; "every" leaves out none, for reading rather than for fitting. Rows are sp
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ from microtome.data.free_memory import free_memory
 from microtome.lenses.corpus_pass import Chunk, corpus_pass
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
-Positions = Literal["last", "all", "every"]
+# "last", "all" or "every"; told by a message of ours, so not a Literal
+Positions = str
 SHARDS = ("fit", "validation", "test")
 
 
@@ -45,7 +46,6 @@ class LensRows:
         text, position, token_ids: where each row is, and the token there.
         targets: the token that follows, -1 at the end of a text.
         document: of the row's text.
-        documents_given: documents were told apart by the caller, not taken to be the texts.
     """
 
     layer: int
@@ -57,7 +57,6 @@ class LensRows:
     token_ids: Int64[Tensor, " token"]
     targets: Int64[Tensor, " token"]
     document: Int64[Tensor, " token"]
-    documents_given: bool = False
 
     def __len__(self) -> int:
         return len(self.mixed)
@@ -172,7 +171,6 @@ def lens_rows(
         ids[order],
         targets[order],
         numbers[text[order]],
-        documents is not None,
     )
 
 

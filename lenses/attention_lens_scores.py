@@ -21,7 +21,7 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from microtome.capture.models import LoadedModel
-from microtome.lenses.attention_lens import CAVEAT, AttentionLens, words_of
+from microtome.lenses.attention_lens import CAVEAT, LEAST_PROBABILITY, AttentionLens, words_of
 from microtome.lenses.attention_lens_loss import block_kl, residual_scores, teacher_blocks
 from microtome.lenses.attention_lens_rows import LensRows, lens_rows
 from microtome.lenses.unembedding import Unembedding, unembedding_of
@@ -106,6 +106,7 @@ def score_attention_lens(
     bias: Float[Tensor, " vocab"],
     plain: Float[Tensor, "head d_head vocab"],
     top: int = 10,
+    least_probability: float = LEAST_PROBABILITY,
 ) -> AttentionLensScores:
     """Score a lens on rows that it was not fitted on, in one sweep.
 
@@ -113,6 +114,7 @@ def score_attention_lens(
         bias: the best bias alone, from the rows of the fit (`attention_lens_loss.best_bias`).
         plain: each head's own logit lens (`attention_lens_start.plain_weight`).
         top: k of precision and of the words.
+        least_probability: words of a smaller mean probability are not listed, on both sides.
 
     Raises:
         ValueError: no rows, rows of another layer or model, or a residual lens without the rows' stream.
@@ -126,6 +128,7 @@ def score_attention_lens(
     kl, dropped = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     joint = by_bias = by_none = 0.0
     hits = torch.zeros(2, heads, dtype=torch.float64)
+    hidden = torch.zeros(end.vocab).masked_fill_(~lens.shown_tokens(least_probability), -torch.inf)
     counts = [[Counter() for _ in range(heads)] for _ in range(2)]
     for block in teacher_blocks(rows.normed, end):
         mixed = rows.mixed[block.rows]
@@ -147,12 +150,10 @@ def score_attention_lens(
             else:
                 judged = mixed[:, head] @ lens.weight[head] + lens.bias[head]
                 kl[head] += block_kl(judged, block).sum(dtype=torch.float64)
-            own = part.topk(top).indices
-            bare = (mixed[:, head] @ plain[head]).topk(top).indices
-            judged_ids = own if total is not None else judged.topk(top).indices
-            for kind, ids, counted in ((0, judged_ids, own), (1, bare, bare)):
-                hits[kind, head] += best.gather(1, ids).sum()
-                counts[kind][head].update(counted.flatten().tolist())
+            bare = mixed[:, head] @ plain[head]
+            for kind, scores, words in ((0, judged, part), (1, bare, bare)):
+                hits[kind, head] += best.gather(1, scores.topk(top).indices).sum()
+                counts[kind][head].update((words + hidden).topk(top).indices.flatten().tolist())
     count = len(rows)
     spoken = [
         tuple(tuple((token, n / count) for token, n in counter.most_common(2 * top)) for counter in kind)

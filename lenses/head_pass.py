@@ -109,10 +109,9 @@ def see_calls(plan: CorpusPass, number: int, see: Callable[[SeenCall], None]) ->
                 plan.module(**batch.model_inputs(), **call_options(plan.module))
         else:
             plan.module(**batch.model_inputs(), **call_options(plan.module))
-    if missing := [
-        str(site) for site, row in zip(sites, range(len(sites)), strict=True) if not _came(rows, calls, row)
-    ]:
-        raise RuntimeError(f"{missing[0]}: its attention was not called through the seam in this forward pass.")
+    for (path, call), row in rows.items():
+        if calls[path] <= call:
+            raise RuntimeError(f"{sites[row]}: its attention was not called through the seam in this forward pass.")
 
 
 def head_sums(
@@ -157,11 +156,6 @@ def head_sums(
 
 def _heads(scored: Scored) -> int:
     return max(above.shape[1] for above, _ in scored.values())
-
-
-def _came(rows: dict[tuple[str, int], int], calls: Counter, row: int) -> bool:
-    path, call = next(place for place, number in rows.items() if number == row)
-    return calls[path] > call
 
 
 def _save(path: Path, key: str, done: int, held: HeadSums) -> None:

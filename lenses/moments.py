@@ -242,7 +242,7 @@ class Moments:
         return sum(cell.count for cell in self._chosen(shard, stratum))
 
     def counts(self) -> pd.DataFrame:
-        """One row per shard: tokens by reason (rest, first, special, massive); unmatched: without a shuffled partner."""
+        """One row per shard: its tokens by reason (rest, first, special, massive); unmatched: without a partner."""
         table = pd.DataFrame(self.reason_counts.numpy().copy(), columns=list(REASONS))
         table.insert(0, "shard", list(self.shards))
         if self.is_shuffled:
@@ -296,7 +296,7 @@ class Moments:
                     f"{name} is NaN, infinite or past {LARGEST:g} at {where}position {int(position[row])}. Look at "
                     "that text, or leave it out; a model in float16 overflows at 65504, load it in float32."
                 )
-            rows.append(value.to(rows[0].device) if rows else value)
+            rows.append(value.to(_home(value if not rows else rows[0])))
         return rows
 
     def _reasons(self, named: Mapping[str, Tensor], position: Tensor, special: Tensor) -> Tensor:
@@ -309,3 +309,8 @@ class Moments:
             if name not in self.medians:
                 self.medians[name] = ordinary_median(value[:CHUNK], ordinary[:CHUNK])
         return self.rule.reasons(position, special, looked_at, self.medians)
+
+
+def _home(value: Tensor) -> torch.device:
+    """Where sums lie: with the first site's values, but for devices without float64."""
+    return torch.device("cpu") if value.device.type == "mps" else value.device

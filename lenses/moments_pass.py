@@ -3,6 +3,11 @@
     moments = moments_of(load_model("smollm2"), texts, "resid", documents=documents, save="runs/moments")
     control = moments_of(untrained(model), texts, "resid", documents=documents)       # the same of a random model
 
+All 31 x 31 pairs of SmolLM2's residuals are 0.33 GFLOP per token (2 x 496 blocks x 576^2) beside some 0.27 of its own
+forward. Measured on 16 windows of 256 tokens (one thread, CPU seconds of one run, 30 November 2026): the forwards with
+sites read took 9.7, accumulating 14.3 more (94 GFLOP/s, float64 sums included), copies, strata and hashes 1.7. Sums
+take 1.3 GB a shard; writing that takes 2 s.
+
 The texts run in the plan's order (longest first), which depends on them alone. With `save`, the state is written every
 few minutes, and the same call goes on from there after a kill, to the very same bits on the same machine.
 """
@@ -11,7 +16,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +40,7 @@ from microtome.capture.tap_plan import SiteName
 from microtome.data.provenance import environment
 from microtome.lenses.corpus_pass import CorpusPass, corpus_pass
 from microtome.lenses.document_shards import SHARES, DocumentShards, shards_of_texts
+from microtome.lenses.documents import document_numbers
 from microtome.lenses.moments import CHUNK, Moments
 from microtome.lenses.moments_files import has_moments, load_moments, read_progress, save_moments
 from microtome.lenses.site_pairs import Pairs
@@ -48,7 +54,7 @@ def moments_of(
     texts: Any,
     sites: Sequence[SiteName] | SiteName = "resid",
     *,
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     pairs: Pairs = "all",
     shards: Shards = SHARES,
     seed: int = 0,
@@ -70,7 +76,7 @@ def moments_of(
         texts: strings, message lists or token ids.
         sites: in order of depth; "resid" stands for resid_pre.0 and every resid_post (r_0 to r_L). Whole heads
             ("z.3") are laid side by side.
-        documents: of each text; each its own if None.
+        documents: name or number of the document of each text; each its own if None.
         pairs, seed, shuffled, chunk: as in `Moments`.
         shards: as in `Moments`, or the shard's name of each text.
         rule: which tokens are sinks. Massive ones are looked for at every residual site if it names none.
@@ -80,7 +86,7 @@ def moments_of(
     Raises:
         ValueError: more bytes than memory is free (before anything runs; says which band would fit); texts, documents
             or shards that do not agree; a folder with moments of another request (names the difference); NaN.
-        KeyError: a site that the model does not have.
+        KeyError, IndexError: a site that the model does not have.
         BlockingIOError: another process writes to the folder.
     """
     module = model.module if isinstance(model, LoadedModel) else model
@@ -98,9 +104,7 @@ def moments_of(
         max_length=max_length,
         add_special_tokens=add_special_tokens,
     )
-    documents = list(range(len(job.texts))) if documents is None else [int(d) for d in documents]
-    if len(documents) != len(job.texts):
-        raise ValueError(f"{len(documents)} documents for {len(job.texts)} texts. Give the document of every text.")
+    documents = document_numbers(documents, len(job.texts)).tolist()
     if isinstance(shards, Sequence) and not isinstance(shards, str):
         shards = shards_of_texts(shards, documents)
     widths, device = _widths(job, wanted)
@@ -220,7 +224,7 @@ def _run(
     start: int,
     request: dict[str, Any],
     save: Path | None,
-    interval: float,
+    interval: int | float,
     progress: bool,
 ) -> None:
     def checkpoint(next_batch: int) -> None:

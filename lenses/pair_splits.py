@@ -13,6 +13,8 @@ from torch import Tensor
 
 from microtome.lenses.pair_moments import PairMoments
 
+SHARDS = ("fit", "validation", "test")
+
 
 @runtime_checkable
 class MomentSource(Protocol):
@@ -23,7 +25,7 @@ class MomentSource(Protocol):
         """Sites there are, as `Site`s or strings."""
         ...
 
-    def pair(self, source: Any, target: Any, shard: str = "fit", stratum: str = "rest") -> PairMoments:
+    def pair(self, source: Any, target: Any, shard: Any = "fit", stratum: str = "rest") -> PairMoments:
         """Moments of two of them in a shard ("fit", "validation", "test") and a stratum ("rest", "sinks", "all")."""
         ...
 
@@ -58,6 +60,10 @@ class PairSplits:
         """The target replaced by what was added to the source."""
         return self._each("increment")
 
+    def joined(self) -> "PairSplits":
+        """Fit and validation together as the fit shard, for a map whose strength is chosen."""
+        return self if self.validation is None else PairSplits(self.fit + self.validation, None, self.test)
+
     def _each(self, method: str) -> "PairSplits":
         parts = (self.fit, self.validation, self.test)
         return PairSplits(*(None if part is None else getattr(part, method)() for part in parts))
@@ -83,21 +89,38 @@ class PairSplits:
         return cls(parts[0], parts[1] if shares[1] else None, parts[2])
 
 
-def pair_splits(moments: MomentSource, source: Any, target: Any, stratum: str = "rest") -> PairSplits:
+def pair_splits(
+    moments: MomentSource,
+    source: Any,
+    target: Any,
+    stratum: str = "rest",
+    *,
+    shards: Sequence[Any] = SHARDS,
+    shuffled: bool = False,
+) -> PairSplits:
     """The three shards of a pair; a validation shard without rows becomes None.
 
+    Args:
+        stratum: which tokens: "rest" (neither sinks nor BOS), "sinks" or "all".
+        shards: names of fit, validation (or None) and test; with folds, several names in place of one:
+            `(moments.training("fold0"), None, "fold0")`.
+        shuffled: y of another document at the same position, the control that has to explain nothing.
+
     Raises:
-        ValueError: the fit or the test shard has fewer than two rows in this stratum.
+        ValueError: the fit or the test shard has fewer than two rows in this stratum, or no three shards.
         KeyError: whatever the moments raise for a site they do not hold.
     """
-    fit, validation, test = (moments.pair(source, target, shard=s, stratum=stratum) for s in _SHARDS)
+    if len(shards) != 3:
+        raise ValueError(f"shards={shards}; give the names of fit, validation and test.")
+    options = {"stratum": stratum} | ({"shuffled": True} if shuffled else {})
+    fit, validation, test = (
+        None if shard is None and i == 1 else moments.pair(source, target, shard=shard, **options)
+        for i, shard in enumerate(shards)
+    )
     for name, part in (("fit", fit), ("test", test)):
         if part.count < 2:
             raise ValueError(
                 f"{source} -> {target}: the {name} shard has {part.count} rows of stratum {stratum!r}. Give more "
                 "documents, or another stratum."
             )
-    return PairSplits(fit, validation if validation.count else None, test)
-
-
-_SHARDS = ("fit", "validation", "test")
+    return PairSplits(fit, validation if validation is not None and validation.count else None, test)

@@ -32,6 +32,7 @@ def ridge_map(
     strengths: Sequence[int | float] | None = None,
     penalty: str = "isotropic",
     select: str | None = None,
+    refit: bool = False,
     basis: SourceBasis | None = None,
 ) -> RidgeFit:
     """Fit a ridge map, its strength chosen on validation moments, or by generalised cross-validation without them.
@@ -41,6 +42,8 @@ def ridge_map(
         strengths: ρ to choose from; 25 from 1e-9 to 10 if None. A single one is taken as it is.
         penalty: "isotropic", or "diag" (channels are penalised by their variance, as if standardised).
         select: "validation" or "gcv".
+        refit: fit the strength ρ that was chosen once more, on fit and validation rows together. Scores of this map
+            are against the joint mean: `map_scores(map, test, fit + validation)`.
         basis: of this source and penalty, where it is there already.
 
     Raises:
@@ -67,7 +70,11 @@ def ridge_map(
             total,
         )
     path = strength_path(basis, fit, loadings, errors, total, values, select)
-    return RidgeFit(map_at(basis, loadings, fit, path.strength, path.penalty), path)
+    if refit and validation is not None:
+        fit = fit + validation
+        basis = source_basis(fit, penalty)
+        loadings = basis.rotated(fit.xy)
+    return RidgeFit(map_at(basis, loadings, fit, path.strength, path.strength * basis.unit), path)
 
 
 def map_at(

@@ -42,7 +42,7 @@ class RidgePairs:
             condition, kept_rank, whitened_rank, validation_r2, count, test_count, tokens_per_channel; with
             `canonical` also ceiling (held out), in_sample_ceiling (biased), directions_above_edge and noise_edge.
         paths: of each pair, by the names of source and target.
-        maps: of each pair, float64; empty unless they were asked for.
+        maps: of each pair; empty unless they were asked for.
     """
 
     table: pd.DataFrame
@@ -52,6 +52,17 @@ class RidgePairs:
     def to_frame(self) -> pd.DataFrame:
         """One row per pair."""
         return self.table
+
+    def matrix(self, value: str = "r2_vw") -> pd.DataFrame:
+        """One column of the table as a matrix, sources down and targets across, both in the order of the table.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        if value not in self.table.columns:
+            raise KeyError(f"the table has no column {value!r}; it has {list(self.table.columns)}.")
+        wide = self.table.pivot_table(index="source", columns="target", values=value, sort=False)
+        return wide.reindex(columns=list(dict.fromkeys(self.table["target"])))
 
     def on_edge(self) -> pd.DataFrame:
         """Pairs whose strength is the weakest or strongest of the grid: give more strengths for these."""
@@ -65,9 +76,12 @@ def ridge_pairs(
     strengths: Sequence[int | float] | None = None,
     penalty: str = "isotropic",
     select: str | None = None,
+    refit: bool = False,
     stratum: str = "rest",
     keep_maps: bool = False,
+    map_dtype: torch.dtype = torch.float64,
     canonical: bool = False,
+    shuffled: bool = False,
     progress: bool = False,
 ) -> RidgePairs:
     """Fit, choose and score a ridge map for every pair.
@@ -75,10 +89,13 @@ def ridge_pairs(
     Args:
         moments: what gives the moments of pairs, `lenses.moments.Moments`.
         pairs: of source and target; every ordered pair of the moments' sites if None, sites with themselves included.
-        strengths, penalty, select: as of `ridge_map`.
+            Banded moments hold fewer: give those.
+        strengths, penalty, select, refit: as of `ridge_map`.
         stratum: which tokens: "rest" (neither sinks nor BOS), "sinks" or "all".
-        keep_maps: whether weights are kept, 8 d^2 bytes each.
+        keep_maps: whether weights are kept, 8 d^2 bytes each in float64.
+        map_dtype: what they are kept in.
         canonical: canonical ceilings too, which take several times as long as the maps.
+        shuffled: pair every source with the target of another document: the control of the whole table.
         progress: show a bar.
 
     Raises:
@@ -99,39 +116,43 @@ def ridge_pairs(
         for group in by_source.values():
             shared = None
             for source, target in group:
-                splits, name = pair_splits(moments, source, target, stratum), (str(source), str(target))
-                shared = _Source.of(splits, penalty) if shared is None else shared
+                name = str(source), str(target)
+                splits = pair_splits(moments, source, target, stratum, shuffled=shuffled)
+                final = splits.joined() if refit else splits
+                shared = _Source.of(splits, final, penalty) if shared is None else shared
                 if name[1] not in references:
-                    references[name[1]] = reference(splits.test, splits.fit.mean_y)
-                loadings = shared.basis.rotated(splits.fit.xy)
-                path = _path(shared, splits, loadings, values, select)
-                scores = _scores(shared, splits, loadings, path, references[name[1]])
-                rows[name] = _row(name, splits, path, scores) | _baselines(splits, references[name[1]])
-                if canonical:
-                    rows[name] |= _ceilings(splits)
-                paths[name] = path
+                    references[name[1]] = reference(final.test, final.fit.mean_y)
+                against = references[name[1]]
+                loadings = shared.chooser.rotated(splits.fit.xy)
+                path = paths[name] = _path(shared, splits, loadings, values, select)
+                loadings = loadings if final is splits else shared.basis.rotated(final.fit.xy)
+                penalty_taken = path.strength * shared.basis.unit
+                scores = _scores(shared, final, loadings, penalty_taken, against)
+                rows[name] = _row(name, final, path, scores) | _baselines(final, against)
+                rows[name] |= _ceilings(final) if canonical else {}
                 if keep_maps:
-                    maps[name] = _named(shared.basis, loadings, splits.fit, path, name, stratum)
+                    found = map_at(shared.basis, loadings, final.fit, path.strength, penalty_taken)
+                    maps[name] = _named(found, path, name, stratum).to(map_dtype)
                 bar.update()
     return RidgePairs(pd.DataFrame([rows[str(a), str(b)] for a, b in pairs]), paths, maps)
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """What pairs of one source share: its axes, and the other shards' moments of x in them, about the fit mean."""
+    """What pairs of one source share: the axes in which strengths are compared, with the moments of validation rows in
+    them, and those of the maps that are kept, with the moments of test rows; the same axes unless maps are refitted."""
 
-    basis: SourceBasis
+    chooser: SourceBasis
     validation: Float64[Tensor, "d_in d_in"] | None
+    basis: SourceBasis
     test: Float64[Tensor, "d_in d_in"]
 
     @classmethod
-    def of(cls, splits: PairSplits, penalty: str) -> "_Source":
-        basis = source_basis(splits.fit, penalty)
-        grams = [
-            None if part is None else basis.gram(_about(part, splits.fit, "xx"))
-            for part in (splits.validation, splits.test)
-        ]
-        return cls(basis, *grams)
+    def of(cls, splits: PairSplits, final: PairSplits, penalty: str) -> "_Source":
+        chooser, held = source_basis(splits.fit, penalty), splits.validation
+        basis = chooser if final is splits else source_basis(final.fit, penalty)
+        validation = None if held is None else chooser.gram(_about(held, splits.fit, "xx"))
+        return cls(chooser, validation, basis, basis.gram(_about(final.test, final.fit, "xx")))
 
 
 def _about(part: PairMoments, fit: PairMoments, which: str) -> Tensor:
@@ -141,7 +162,7 @@ def _about(part: PairMoments, fit: PairMoments, which: str) -> Tensor:
 
 
 def _path(shared: _Source, splits: PairSplits, loadings: Tensor, strengths: Tensor, select: str | None) -> StrengthPath:
-    fit, held, basis = splits.fit, splits.validation, shared.basis
+    fit, held, basis = splits.fit, splits.validation, shared.chooser
     errors, total = None, 0.0
     if held is not None:
         total = float(held.yy.trace() + held.count * (held.mean_y - fit.mean_y).square().sum())
@@ -156,9 +177,9 @@ def _path(shared: _Source, splits: PairSplits, loadings: Tensor, strengths: Tens
     return strength_path(basis, fit, loadings, errors, total, strengths, select)
 
 
-def _scores(shared: _Source, splits: PairSplits, loadings: Tensor, path: StrengthPath, against: Reference) -> MapScores:
+def _scores(shared: _Source, splits: PairSplits, loadings: Tensor, penalty: float, against: Reference) -> MapScores:
     """As `map_scores`, with the map in the source's axes: A = diag(1/(w+λ)) C."""
-    damping = shared.basis.damping_of(path.penalty)
+    damping = shared.basis.damping_of(penalty)
     inner = damping[:, None] * loadings
     cross = shared.basis.transform.T @ _about(splits.test, splits.fit, "xy")
     # E = S - A^T cross - cross^T A + A^T G A, of which only the diagonal and tr(S^-1 E) are needed
@@ -229,9 +250,6 @@ def _row(name: Pair, splits: PairSplits, path: StrengthPath, scores: MapScores) 
     }
 
 
-def _named(
-    basis: SourceBasis, loadings: Tensor, fit: PairMoments, path: StrengthPath, name: Pair, stratum: str
-) -> LinearMap:
-    found = map_at(basis, loadings, fit, path.strength, path.penalty)
+def _named(found: LinearMap, path: StrengthPath, name: Pair, stratum: str) -> LinearMap:
     facts = {**found.facts, "stratum": stratum, "selected_by": path.selected_by, "edge": path.edge}
     return LinearMap(found.weight, found.intercept, found.kind, *name, found.strength, None, facts)

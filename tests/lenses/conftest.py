@@ -16,9 +16,11 @@ class RowMoments:
         self.values, self.masks = values, masks
         self.sites = list(values)
 
-    def pair(self, source: str, target: str, shard: str = "fit", stratum: str = "rest") -> PairMoments:
-        rows = self.masks[shard, stratum]
-        return PairMoments.from_rows(self.values[str(source)][rows], self.values[str(target)][rows])
+    def pair(self, source: str, target: str, shard="fit", stratum="rest", *, shuffled=False) -> PairMoments:
+        names = [shard] if isinstance(shard, str) else list(shard)
+        rows = sum(self.masks[name, stratum] for name in names).bool()
+        x, y = self.values[str(source)][rows], self.values[str(target)][rows]
+        return PairMoments.from_rows(x, y.roll(7, 0) if shuffled else y)
 
 
 @pytest.fixture
