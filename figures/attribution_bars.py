@@ -1,4 +1,4 @@
-"""What makes up a logit, drawn from the parts' table: bars of components, a grid of heads, words coloured by their part.
+"""What makes up a logit, drawn from the table of parts: bars of components, a grid of heads, words coloured by part.
 
 Bars to the right (blue) are for the target, to the left (red) against it, or for the other token where a difference of
 two logits was split. Parts that are not drawn are one bar, so that the bars always sum to the logit.
@@ -98,7 +98,12 @@ def attribution_heads(
     figure = head_map(heads, value="value", kind="z", layers_on=layers_on, title=title or "each head's part, logits")
     low, high = symmetric_range(heads["value"].tolist(), 0.0)
     figure.update_layout(
-        coloraxis={"colorscale": DIVERGING, "cmin": low, "cmax": high},
+        coloraxis={
+            "colorscale": DIVERGING,
+            "cmin": low,
+            "cmax": high,
+            "colorbar": {"thickness": 12, "outlinewidth": 0, "nticks": 6, "xpad": 6},
+        },
         meta={"colorscale_on_dark": DIVERGING_ON_DARK},
     )
     return figure
@@ -115,7 +120,7 @@ def attribution_tokens(table: pd.DataFrame, *, row: int = 0, title: str | None =
     if parts.empty:
         raise ValueError("no part has a source token. Split by 'token'.")
     tokens = parts.groupby("source", as_index=False).agg(token=("source_token", "first"), value=("value", "sum"))
-    low, high = symmetric_range(tokens["value"].tolist(), 0.0)
+    _, high = symmetric_range(tokens["value"].tolist(), 0.0)
     left, line, boxes = 0, 0, []
     for token in tokens.itertuples():
         text = str(token.token).replace("\n", "⏎").strip() or "␣"
@@ -199,8 +204,11 @@ def _name(part: pd.Series) -> str:
 
 
 def _shade(value: float, reach: float) -> str:
-    red, green, blue = (33, 102, 172) if value >= 0 else (178, 24, 43)
-    return f"rgba({red},{green},{blue},{0.08 + 0.8 * min(abs(value) / reach, 1.0):.3f})"
+    """Opaque, so that the ink on it can be read on white and on dark ground."""
+    strength = 0.08 + 0.8 * min(abs(value) / reach, 1.0)
+    colour = (33, 102, 172) if value >= 0 else (178, 24, 43)
+    red, green, blue = (round(255 + strength * (part - 255)) for part in colour)
+    return f"rgb({red},{green},{blue})"
 
 
 def _ink(value: float, reach: float) -> str:

@@ -5,13 +5,14 @@
 x_t is what the matrix reads and d_t the gradient at its output, so that the gradient of a [d_in, d_out] matrix is kept
 as two small factors; it is never formed. One side of each matrix lives in the stream and has words: x_t for matrices
 that read it (up, gate), d_t for the one that writes it (down). A step W - lr dLoss/dW adds -lr (x . x_t) d_t to the
-output for an input x: with the loss -log p(target), the words at the BOTTOM of d_t's ranking are written, and the target
-is expected there. Katz et al. 2024, arXiv:2402.12865, call it imprint and shift: the first matrix takes an imprint of
-x_t (for that input its output changes by -lr |x_t|^2 d_t), the second shifts what is written, by -lr |c_t|^2 d_t.
+output for an input x: with the loss -log p(target), the words at the BOTTOM of d_t's ranking are written, and the
+target is expected there. Katz et al. 2024, arXiv:2402.12865, call it imprint and shift: the first matrix takes an
+imprint of x_t (for that input its output changes by -lr |x_t|^2 d_t), the second shifts what is written, by
+-lr |c_t|^2 d_t.
 
 At the last block only the loss's own position has a gradient, so that the gradient there has rank 1. Beware: d_t is not
-scaled by any norm, and sizes differ by orders of magnitude between layers. Words are read through the gains of the norms
-behind the write, a choice of ours.
+scaled by any norm, and sizes differ by orders of magnitude between layers. Words are read through the gains of the
+norms behind the write, a choice of ours.
 """
 
 from collections.abc import Iterator, Sequence

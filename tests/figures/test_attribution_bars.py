@@ -75,11 +75,12 @@ def test_tokens_are_coloured_by_their_part(parts):
     own = parts[(parts["row"] == 0) & parts["source"].notna()].groupby("source")["value"].sum()
     assert [text.split("<br>")[0] for text in figure.data[0].text] == ["The", "&lt;b&gt;", "⏎"]
     for shape, value in zip(figure.layout.shapes, own, strict=True):
-        assert shape.fillcolor.startswith("rgba(33,102,172" if value > 0 else "rgba(178,24,43")
-    strongest = int(own.abs().reset_index(drop=True).idxmax())
-    assert figure.layout.shapes[strongest].fillcolor.endswith("0.880)")
+        red, green, blue = (int(part) for part in shape.fillcolor[4:-1].split(","))
+        assert (blue > red) == (value > 0)
+        strength = (255 - green) / (255 - (102 if value > 0 else 24))
+        assert strength == pytest.approx(0.08 + 0.8 * abs(value) / own.abs().max(), abs=0.01)
     long = pd.concat([parts[parts["row"] == 0].assign(source=lambda t, n=n: t["source"] + 3 * n) for n in range(20)])
-    assert len({y for y in attribution_tokens(long).data[0].y}) > 2
+    assert len(set(attribution_tokens(long).data[0].y)) > 2
 
 
 def test_bad_input(parts):
