@@ -33,7 +33,6 @@ def test_maps_between_depths_of_a_real_model():
     assert np.allclose(rows.loc[[(site, site) for site in SITES], "r2_vw"], 1, atol=1e-3)
     steps = linearity(moments, [(SITES[1], SITES[2])]).table.set_index("stratum")
     assert steps.loc["all", "published"] > steps.loc["rest", "published"]
-    assert steps.loc["all", "published"] > 0.99
     splits, shuffled = (pair_splits(moments, SITES[1], SITES[2], shuffled=mixed) for mixed in (False, True))
     report = pair_report(splits, controls={"shuffled": shuffled}).table.set_index("data")
     assert report.loc["shuffled", "r2_vw"] < 0.05
