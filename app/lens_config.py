@@ -70,5 +70,6 @@ class LensConfig(BaseModel):
         return RIDGE_RATE if self.start == "ridge" else None
 
 
-# of 1e-4, 3e-4 and 1e-3, what lowers the held-out KL of SmolLM2's ridge lens most in 40 steps of 96 tokens
-RIDGE_RATE = 1e-4
+# in 30 steps of 128 tokens the mean held-out KL of SmolLM2's depths 5, 15 and 25 falls from 1.99 to 1.74 at 1e-4 and to
+# 1.59 at 5e-4
+RIDGE_RATE = 5e-4
