@@ -4,7 +4,8 @@
 
 The factor is folded into the states and the bias, so that it costs nothing per tile. Products of float32 go through
 oneDNN where the processor has AVX-512: on an AMD EPYC (Zen 5, one thread) the usual path of torch (MKL) reaches 109
-GFLOP/s, oneDNN 215 (products of 512 x 576 with 576 x 1,024; 30 November 2026, torch 2.13.0). Elsewhere it is `torch.mm`.
+GFLOP/s, oneDNN 215 (products of 512 x 576 with 576 x 1,024; 30 November 2026, torch 2.13.0). Elsewhere it is
+`torch.mm`.
 
 Beware: products of a few rows or columns may differ from those of many in the last bit, so that equal tokens would
 look unequal. Products are therefore made of at least 16 rows and 64 columns.

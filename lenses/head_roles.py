@@ -173,16 +173,16 @@ def head_roles(
 
     table = _heads(plan, sites, sums["natural"])
     for name, held in sums.items():
-        is_own = name == "natural"
-        of_text = documents if is_own and documents is not None else range(len(held.sums))
-        means, ends = held.means(), held.intervals(list(of_text), draws=bootstraps, seed=seed)
-        columns = {}
-        for score, values in means.items():
-            columns[score] = values.ravel()
-            if not name.startswith("fresh_"):
-                columns |= {f"{score}_{end}": ends[score][i].ravel() for i, end in enumerate(("low", "high"))}
-        prefix = "fresh_" if name.startswith("fresh_") else ""
-        table = pd.concat([table, pd.DataFrame({prefix + key: value for key, value in columns.items()})], axis=1)
+        means, columns = held.means(), {}
+        if name.startswith("fresh_"):
+            columns = {f"fresh_{score}": values.ravel() for score, values in means.items()}
+        else:
+            of_text = documents if name == "natural" and documents is not None else range(len(held.sums))
+            ends = held.intervals(list(of_text), draws=bootstraps, seed=seed)
+            for score, values in means.items():
+                low, high = ends[score]
+                columns |= {score: values.ravel(), f"{score}_low": low.ravel(), f"{score}_high": high.ravel()}
+        table = pd.concat([table, pd.DataFrame(columns)], axis=1)
     if variance_length and windowed:
         found = pattern_variance(corpus_pass(loaded, windowed, (), anatomy=anatomy, max_tokens=max_tokens))
         table["pattern_variance"], table["content_share"] = found.variance.ravel(), found.content_share.ravel()

@@ -206,12 +206,14 @@ def test_a_state_with_nan_gives_no_number() -> None:
     assert found.top_ids[0, 5].tolist() == [-1] * 5
     assert found.final_top_ids[7].tolist() == [-1] * 5
     assert int(found.target_rank[0, 5]) == -1
-    assert not bool(found.agrees[0, 5]) and not bool(found.agrees[:, 7].any())
+    assert not bool(found.agrees[0, 5])
+    assert not bool(found.agrees[:, 7].any())
     for name in ("entropy", "kl", "kl_reverse", "target_log_prob", "log_sum_exp"):
         assert bool(getattr(found, name)[0, 5].isnan()), name
     assert bool(found.kl[:, 7].isnan().all())
     alone = vocabulary_statistics(torch.full((1, 2, WIDTH), torch.nan), inputs["weight"])
-    assert bool((alone.top_ids == -1).all()) and bool(alone.top_log_probs.isnan().all())
+    assert bool((alone.top_ids == -1).all())
+    assert bool(alone.top_log_probs.isnan().all())
 
 
 def test_no_rows() -> None:
@@ -361,7 +363,7 @@ def test_nothing_is_differentiated_twice() -> None:
     hidden = inputs["hidden"].requires_grad_()
     loss = vocabulary_kl(hidden, inputs["final"], inputs["weight"])
     (gradient,) = torch.autograd.grad(loss.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
         gradient.sum().backward()
 
 

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import numpy as np
@@ -6,7 +7,9 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 from microtome.capture import dissect, output_weights
+from microtome.capture.attention_seam import seam_observed
 from microtome.capture.batches import PaddingRecipe
+from microtome.kernels.attention_statistics import KeyRule
 from microtome.lenses import head_pass, head_roles
 from microtome.lenses.head_roles import ROLE_SCORES, THRESHOLDS, WINDOWS
 from microtome.lenses.head_roles import head_roles as roles_of
@@ -314,3 +317,49 @@ def test_every_role_has_a_score_a_threshold_and_a_control(tiny):
         assert {score, f"{score}_low", f"{score}_high", f"fresh_{score}"} <= set(found.table)
     assert {"induction_control", "retrieval_control", *(f"local_{w}" for w in WINDOWS)} <= set(found.table)
     assert found.provenance["heads"]["tokens"] == sum(LENGTHS)
+
+
+def statistics_of(model, ids, rules):
+    """Sums over all queries of each layer and head: on the previous token, on the rules, on everything."""
+    found = []
+
+    def observe(call, z):
+        held = call.statistics(rules=rules)
+        sums = (held.on_previous, *held.on_rules, held.total)
+        found.append(torch.stack([value[0].double().sum(-1) for value in sums]))
+
+    with torch.no_grad(), seam_observed(model, observe):
+        model(torch.tensor([ids]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_detector_of_transformer_lens_agrees(tiny, kind, tmp_path, word_tokenizer):
+    """Its score `mul` is sum(A M) / sum(A) over all queries of a text, from the first on: sums of our statistics.
+
+    Ours differ by definition: queries count from position 8, duplicates and targets count where there are some, the
+    first token is left to the sink, and induction is asked of repeated random tokens at the one place that continues.
+    Its induction mask is the duplicates' mask moved one column to the right, which is our rule "token before the key
+    equals the query's token" without the token itself; at s = t + 1, which its mask may mark, A is zero.
+    """
+    pytest.importorskip("transformer_lens")
+    from transformer_lens.head_detector import detect_head
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoTokenizer
+
+    model = tiny(kind)
+    model.save_pretrained(tmp_path)  # it reads configuration and tokenizer from a folder
+    word_tokenizer.save_pretrained(tmp_path)
+    bridge = TransformerBridge.boot_transformers(
+        str(tmp_path), hf_model=copy.deepcopy(model), tokenizer=AutoTokenizer.from_pretrained(tmp_path)
+    )
+    text = "the cat saw the dog and the cat saw the bird and a dog saw the cat"
+    ids = bridge.to_tokens(text)[0].tolist()
+    tokens = torch.tensor([ids])
+    before = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1)
+    ours = statistics_of(model, ids, [KeyRule(tokens, tokens), KeyRule(tokens, before, exclude_self=False)])
+    total = ours[:, -1]
+    names = ("previous_token_head", "duplicate_token_head", "induction_head")
+    for number, name in enumerate(names):
+        theirs = detect_head(bridge, text, name).double()
+        torch.testing.assert_close(ours[:, number] / total, theirs, atol=1e-5, rtol=0, msg=name)
