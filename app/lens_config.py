@@ -24,7 +24,7 @@ class LensConfig(BaseModel):
         None, description="a data set (`microtome data list`) for curves by depth, and to fit ridge and tuned lenses on"
     )
     texts: int = Field(64, ge=2, description="texts drawn from the data set")
-    max_length: int = Field(256, ge=4, description="tokens of a text; longer ones are cut")
+    max_length: int = Field(128, ge=4, description="tokens of a text; longer ones are cut")
     lens: Lenses = Field(("logit",), description="logit, ridge or tuned, again for more")
     tuned: Path | None = Field(None, description="folder of a tuned lens, as a run of --fit-tuned holds it")
     fit_tuned: bool = Field(False, description="train a tuned lens on the data set, and keep it in the run folder")
