@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from microtome.lenses.lens_table import lens_table
-from microtome.lenses.vector_words import vector_words
 
 
 @pytest.mark.slow
@@ -17,10 +16,3 @@ def test_the_capital_of_italy_comes_up_in_the_last_blocks(smollm2) -> None:
     assert found["rank"].iloc[:20].min() > 1000
     assert found["rank"].iloc[29] < 50
     assert np.isfinite(found["kl"]).all()
-
-
-@pytest.mark.slow
-def test_a_row_of_the_embedding_says_its_own_word(smollm2) -> None:
-    number = smollm2.tokenizer.encode(" Paris", add_special_tokens=False)[0]
-    row = smollm2.module.get_input_embeddings().weight[number].detach()
-    assert vector_words(smollm2, row, top=1, norm="gain")["word"].tolist() == [" Paris"]
