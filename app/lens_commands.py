@@ -12,8 +12,9 @@ from microtome.app.user_errors import user_errors
 
 if TYPE_CHECKING:
     import pandas as pd
-    from microtome.app.lens_run import LensRun
     from rich.console import Console
+
+    from microtome.app.lens_run import LensRun
 
 _FIELDS = LensConfig.model_fields
 
@@ -25,7 +26,9 @@ def _option(name: str) -> typer.models.OptionInfo:
 
 
 def lens(
-    model: Annotated[str | None, typer.Argument(help="bundled name, hub id, folder or GGUF file (default: smollm2)")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="bundled name, hub id, folder or GGUF file (default: smollm2)")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings; options override it")] = None,
     text: Annotated[str | None, _option("text")] = None,
     data: Annotated[str | None, _option("data")] = None,
@@ -56,8 +59,9 @@ def lens(
         if not lens:
             given.pop("lens", None)
         settings = read_settings(LensConfig, config, given)
-        from microtome.app.lens_run import run_lens
         from rich.console import Console  # late: importing rich draws from Python's random generator
+
+        from microtome.app.lens_run import run_lens
 
         console = Console(stderr=as_json, highlight=False)
         found = run_lens(
@@ -124,7 +128,8 @@ def _show(console: "Console", found: "LensRun") -> None:
                 row += [f"{by_lens[name].loc[depth, value]:.3f}" if has else "" for value in ("kl", "agrees")]
             table.add_row(str(depth), *row)
         first = curves.iloc[0]
-        console.print(f"{first['tokens']:,} tokens of {first['documents']} documents, without first tokens", markup=False)
+        said = f"{first['tokens']:,} tokens of {first['documents']} documents, without first tokens"
+        console.print(said, markup=False)
         console.print(table)
     if "early_exit" in found.tables:
         exits = found.tables["early_exit"]

@@ -24,7 +24,7 @@ class LensConfig(BaseModel):
         None, description="a data set (`microtome data list`) for curves by depth, and to fit ridge and tuned lenses on"
     )
     texts: int = Field(64, ge=2, description="texts drawn from the data set")
-    max_length: int = Field(256, ge=4, description="tokens of a text; longer ones are cut")
+    max_length: int = Field(128, ge=4, description="tokens of a text; longer ones are cut")
     lens: Lenses = Field(("logit",), description="logit, ridge or tuned, again for more")
     tuned: Path | None = Field(None, description="folder of a tuned lens, as a run of --fit-tuned holds it")
     fit_tuned: bool = Field(False, description="train a tuned lens on the data set, and keep it in the run folder")
@@ -70,5 +70,6 @@ class LensConfig(BaseModel):
         return RIDGE_RATE if self.start == "ridge" else None
 
 
-# of 1e-4, 3e-4 and 1e-3, what lowers the held-out KL of SmolLM2's ridge lens most in 40 steps of 96 tokens
-RIDGE_RATE = 1e-4
+# in 30 steps of 128 tokens the mean held-out KL of SmolLM2's depths 5, 15 and 25 falls from 1.99 to 1.74 at 1e-4 and to
+# 1.59 at 5e-4
+RIDGE_RATE = 5e-4

@@ -93,7 +93,7 @@ def _made(config: LensConfig, path: Path, settings: dict, progress: bool) -> Len
     if reading is not None:
         statistics = _statistics(config, model, lenses, reading, kept, progress)
         tables["curves"] = pd.concat(
-            [each.curve(sinks=sinks, seed=config.seed) for each in statistics.values() for sinks in ("without", "with")],
+            [each.curve(sinks=kind, seed=config.seed) for each in statistics.values() for kind in ("without", "with")],
             ignore_index=True,
         )
         tables["early_exit"] = early_exits(statistics, seed=config.seed).table
@@ -169,7 +169,11 @@ def _lenses(
         )
     if config.fit_tuned:
         how = TunedSettings(
-            steps=config.steps, tokens=config.tokens, optimizer=config.optimizer, rate=config.used_rate, seed=config.seed
+            steps=config.steps,
+            tokens=config.tokens,
+            optimizer=config.optimizer,
+            rate=config.used_rate,
+            seed=config.seed,
         )
         try:
             tuned = fit_tuned_lens(

@@ -30,8 +30,8 @@ def lens_table(
     """Heat map with words.
 
     table: one lens's rows, as `lenses.lens_table` gives them: columns depth, position, token, word, prob, words, probs,
-    kl, entropy, rank. colour: "kl", "entropy" or "prob". positions: first and one past the last token shown; some 14 fit
-    a page. letters: of a word in its cell, longer ones are cut with an ellipsis. title: None writes what is coloured.
+    kl, entropy, rank. colour: "kl", "entropy" or "prob". positions: first and one past the last token shown; 14 fit a
+    page. letters: of a word in its cell, longer ones are cut with an ellipsis. title: None writes what is coloured.
     Raises KeyError for missing columns; ValueError for another colour, no rows, or rows of several lenses.
     """
     if missing := [name for name in _NEEDED if name not in table]:
@@ -56,6 +56,7 @@ def lens_table(
         ]
     )
     top = _upper(values, colour)
+    title = f"First word at every depth; colour: {_COLOURS[colour]}" if title is None else title
     figure = go.Figure(
         go.Heatmap(
             x=np.arange(len(places)),
@@ -85,7 +86,9 @@ def lens_table(
     step = 1 if len(depths) <= 40 else 2
     figure.update_layout(
         template=LIGHT,
-        title={"text": f"{title if title is not None else f'First word at every depth; colour: {_COLOURS[colour]}'}{_KEY}"},
+        title={
+            "text": f"{title if title is not None else f'First word at every depth; colour: {_COLOURS[colour]}'}{_KEY}"
+        },
         height=int(len(depths) * _ROW_PIXELS + 165),
         margin={"t": 70},
         xaxis={
@@ -144,12 +147,11 @@ def _hovers(grid: pd.DataFrame, depths: np.ndarray, places: np.ndarray) -> list[
                 return grid[name].iloc[row, column]
 
             listed = "<br>".join(
-                f"{prob:7.3f}  {plain(repr(word))}"
-                for word, prob in zip(cell("words"), cell("probs"), strict=True)
+                f"{prob:7.3f}  {plain(repr(word))}" for word, prob in zip(cell("words"), cell("probs"), strict=True)
             )
             line.append(
-                f"depth {depth}, token {place} {plain(repr(cell('token')))}<br>{listed}<br>KL {cell('kl'):.3f}, entropy "
-                f"{cell('entropy'):.3f} nats<br>rank of the model's word: {cell('rank')}"
+                f"depth {depth}, token {place} {plain(repr(cell('token')))}<br>{listed}<br>KL {cell('kl'):.3f}, "
+                f"entropy {cell('entropy'):.3f} nats<br>rank of the model's word: {cell('rank')}"
             )
         hovers.append(line)
     return hovers

@@ -267,8 +267,8 @@ def _validation(document: np.ndarray, share: int | float, seed: int) -> np.ndarr
 def _require_whole(name: str, found: LensStatistics) -> None:
     if (np.diff(found.depth) <= 0).any() or found.depth[-1] != found.blocks:
         raise ValueError(
-            f"{name} has sites {', '.join(found.sites[:3])} ... at depths {found.depth.tolist()}; early exit needs depths "
-            f"of the stream, ascending, with the last one, {found.blocks}."
+            f"{name} has sites {', '.join(found.sites[:3])} ... at depths {found.depth.tolist()}; early exit needs "
+            f"depths of the stream, ascending, with the last one, {found.blocks}."
         )
     if not found.agrees[-1].all():
         raise ValueError(f"{name} is not the model at its last depth. Give the last depth no translator.")

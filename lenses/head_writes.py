@@ -48,7 +48,7 @@ class HeadWrites:
         return self.z, self.out
 
     def __call__(self, values: Mapping[Site, Tensor]) -> Float[Tensor, "token head d_model"]:
-        """The writes. Raises ValueError where they cannot be told apart: something else lies between heads and stream."""
+        """The writes. Raises ValueError where something unknown lies between heads and stream."""
         z, out = values[self.z], values[self.out]
         plain = torch.einsum("the,hed->thd", z, self.weight.to(z.dtype))
         whole = plain.sum(1) if self.bias is None else plain.sum(1) + self.bias

@@ -7,9 +7,9 @@ at the last depth the lens is the model itself. Depths are r_0 = resid_pre.0 and
 
 What a part writes (attn_out, mlp_out, head_out, a neuron) is no whole stream, and its own size is not the stream's:
     norm="own"    n(write), as if it were the stream: shape of a distribution, but the size of the write does not count;
-    norm="gain"   g c(write), the norm's gain without its division: no biases and no cap; scores are proportional to the
-                  write's direct effect on the logits at a given stream, so that rankings are those of attribution, while
-                  probabilities are only a way to read them.
+    norm="gain"   g c(write), the norm's gain without its division: no biases and no cap; scores are proportional to
+                  the write's direct effect on the logits at a given stream, so that rankings are those of attribution,
+                  while probabilities are only a way to read them.
 A head's write is what enters the stream: z W_O, and behind a norm after attention (Gemma 2 and 3) g o_h / rms(sum o).
 """
 
@@ -121,7 +121,7 @@ def logit_lens_of(
     """The logit lens at these sites, by default at every depth.
 
     Args:
-        sites: streams and writes, `"attn_out"` for all layers, `"head_out.3"` for all heads of a layer, `"head_out.3.1"`.
+        sites: streams and writes: `"attn_out"` for all layers, `"head_out.3"` for all heads of one, `"head_out.3.1"`.
         norm: for writes, see the module docstring; "gain" is for writes alone.
 
     Raises:

@@ -1,11 +1,11 @@
-"""What lenses say at every token and depth of texts, against the model's own last word, in one pass and kept as scalars.
+"""What lenses say at every token and depth of texts, against the model's own last word: one pass, scalars kept.
 
 Per depth and token, nats: KL(model || lens) and KL(lens || model), entropy, cross-entropy of the true next token, its
 rank (0 is first), the top tokens, agreement of the first with the model's, and of named tokens the probability and
 rank. All lenses share the pass and the model's own distribution (kernels/vocabulary_statistics.py).
 
-Curves are means over tokens; intervals are from a bootstrap over documents (tokens of one document are not independent),
-with first tokens and BOS (`sinks`) left out unless said otherwise: their streams are near-constant and huge.
+Curves are means over tokens; intervals are from a bootstrap over documents (tokens of one are not independent), with
+first tokens and BOS (`sinks`) left out unless said otherwise: their streams are near-constant and huge.
 """
 
 from collections.abc import Mapping, Sequence
@@ -328,7 +328,7 @@ def _row_part(chunk: Chunk, rows: Tensor, of_text: np.ndarray) -> dict[str, np.n
 def _joined(
     lens: Lens, parts: list[dict], named: tuple[str, ...], blocks: int, facts: Mapping[str, Any]
 ) -> LensStatistics:
-    held = {name for name in parts[0]}
+    held = set(parts[0])
     joined = {
         name: np.concatenate([part[name] for part in parts], axis=0 if name in _ROW_FIELDS + _FINAL_FIELDS else 1)
         for name in held

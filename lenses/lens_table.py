@@ -101,7 +101,9 @@ def _rows(model: LoadedModel | nn.Module, found: LensStatistics) -> pd.DataFrame
             "final_word": frame["position"].map(final),
             "next_word": [
                 word if there else ""
-                for word, there in zip(token_words(model, frame["target"].clip(lower=0).tolist()), has_next, strict=True)
+                for word, there in zip(
+                    token_words(model, frame["target"].clip(lower=0).tolist()), has_next, strict=True
+                )
             ],
             "next_prob": frame["target_prob"].astype(float),
             "next_rank": frame["target_rank"].astype(int),

@@ -2,8 +2,9 @@
 
     lens_l = softmax(n(r_l) W_U + b_U)        (nostalgebraist 2020; statistics of the norm recomputed on r_l)
 
-r_0 enters the first block, r_L leaves the last; at L the lens is the model, so that its curve ends at a KL of 0. Beware:
-a model whose early stream lies in another basis looks ignorant here and is not; `tuned_lens` and the ridge maps ask that.
+r_0 enters the first block, r_L leaves the last; at L the lens is the model, so that its curve ends at a KL of 0.
+Beware: a model whose early stream lies in another basis looks ignorant here and is not; `tuned_lens` and `ridge_lens`
+ask that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ def logit_lens(
     """What the model's end says at these sites of texts, token by token: every depth if no site is named.
 
     Args:
-        sites: streams (`resid_pre.0`, `resid_mid`, `resid_post.7`) and writes (`attn_out`, `mlp_out.3`, `head_out.3.1`).
+        sites: streams (`resid_pre.0`, `resid_mid`) and writes (`attn_out`, `mlp_out.3`, `head_out.3.1`).
         norm: for writes; `lenses/lens.py` says what it means.
         documents, named, top, options: as for `lens_statistics`.
 

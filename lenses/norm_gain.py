@@ -1,8 +1,9 @@
 """What a norm does to one part of its input: `g * (x - mean(x))` or `g * x`, the part of it that is linear.
 
-A norm module is n(x) = g * c(x) / rms(c(x)) + b, with c(x) = x for an RMSNorm and x - mean(x) for a LayerNorm. Of a sum
-of parts, each part's share at the whole's scale is g * c(part) / rms(c(whole)). g, b and c are read off the module's own
-outputs, so that a gain stored as g - 1 (Gemma) needs no case of its own; a module of another form is refused.
+A norm module is n(x) = g * c(x) / rms(c(x)) + b, with c(x) = x for an RMSNorm and x - mean(x) for a LayerNorm. Of a
+sum of parts, each part's share at the whole's scale is g * c(part) / rms(c(whole)). g, b and c are read off the
+module's own outputs, so that a gain stored as g - 1 (Gemma) needs no case of its own; a module of another form is
+refused.
 """
 
 from dataclasses import dataclass

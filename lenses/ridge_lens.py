@@ -71,9 +71,7 @@ def maps_to_last(
     return maps
 
 
-def translated_lens(
-    model: LoadedModel | nn.Module, maps: Mapping[str, LinearMap], *, name: str = "ridge"
-) -> Lens:
+def translated_lens(model: LoadedModel | nn.Module, maps: Mapping[str, LinearMap], *, name: str = "ridge") -> Lens:
     """The lens behind maps to the last depth, by site; the last depth itself is read without one.
 
     Raises:

@@ -36,7 +36,7 @@ def write_folder(
     history: dict[str, list],
     facts: dict[str, Any],
 ) -> Path:
-    """Write both files; the folder is made. Raises TypeError for a fact that JSON cannot hold, before any is written."""
+    """Write both files; the folder is made. TypeError for a fact that JSON cannot hold, before any is written."""
     held = {"format": _FORMAT, "sites": list(sites), "history": history, "facts": facts}
     json.dumps(held, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)

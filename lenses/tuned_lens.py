@@ -1,4 +1,4 @@
-"""The tuned lens: an affine translator per depth, trained so that the model's end says after it what it says at the last.
+"""The tuned lens: an affine translator per depth, behind which the model's end says what it says at the last depth.
 
     q_l = softmax(n(T_l(r_l)) W_U + b_U),     T_l(r) = r + r A_l + b_l,     loss = token mean of KL(model || q_l)
 
@@ -87,7 +87,7 @@ class TunedLens:
         if not any_weights and held != weights_of(model):
             raise ValueError(
                 f"the lens was made for weights {str(held)[:12]} ({self.facts.get('model')}); this model's are "
-                f"{weights_of(model)[:12]}. Train one for this model, or pass any_weights=True if that is what you want."
+                f"{weights_of(model)[:12]}. Train one for this model, or pass any_weights=True if you want it so."
             )
         sites = tuple(site for site in depths if str(site) in self.sites or site == depths[-1])
         device = plain.unembedding.weight.device

@@ -1,6 +1,6 @@
 """Training of the tuned lens: all depths at once in every step, each clipped and stopped by itself.
 
-    loss = sum over depths of the token mean of KL(model || lens_l);     grad_l scaled to norm <= clip, A_l and b_l jointly
+    loss = sum over depths of the token mean of KL(model || lens_l);     grad_l (A_l and b_l) scaled to norm <= clip
 
 One forward and one teacher distribution serve all depths; tokens x vocabulary are never built
 (`kernels.vocabulary_kl`). Depths share no parameter, so that the sum trains each as if it were alone. Defaults are
@@ -168,7 +168,9 @@ def fit_tuned_lens(
 class _Training:
     """What changes from step to step, and its checkpoint."""
 
-    def __init__(self, settings: TunedSettings, sites: tuple[str, ...], weight: Tensor, bias: Tensor, start: str) -> None:
+    def __init__(
+        self, settings: TunedSettings, sites: tuple[str, ...], weight: Tensor, bias: Tensor, start: str
+    ) -> None:
         self.settings, self.sites, self.start = settings, sites, start
         self.weight, self.bias = weight.clone().requires_grad_(), bias.clone().requires_grad_()
         parameters, rate, decay = [self.weight, self.bias], settings.used_rate, settings.used_decay
@@ -238,8 +240,8 @@ class _Training:
         if changed := [name for name in ours if state[name] != ours[name]]:
             inside = [key for key in ours["facts"] if state["facts"].get(key) != ours["facts"][key]]
             raise ValueError(
-                f"{path} is of another training ({', '.join(inside or changed)} differ). Give another folder, or remove "
-                "it."
+                f"{path} is of another training ({', '.join(inside or changed)} differ). Give another folder, or "
+                "remove it."
             )
         with torch.no_grad():
             for name in ("weight", "bias", "best_weight", "best_bias"):
@@ -276,9 +278,7 @@ def _evaluate(weight: Tensor, bias: Tensor, held: tuple[Tensor, Tensor], end: Un
     states, final = held
     total = torch.zeros(len(states), dtype=torch.float64)
     for rows in torch.arange(states.shape[1]).split(64):
-        kl = vocabulary_kl(
-            _lensed(states[:, rows], weight, bias, end), end.normed(final[rows]), **_readout(end)
-        )
+        kl = vocabulary_kl(_lensed(states[:, rows], weight, bias, end), end.normed(final[rows]), **_readout(end))
         total += kl.double().sum(1).cpu()
     return (total / states.shape[1]).float()
 
@@ -291,9 +291,7 @@ def _chosen_depths(model: LoadedModel | nn.Module, depths: Sequence[int] | None)
     return [known[n] for n in numbers]
 
 
-def _split(
-    count: int, documents: Sequence[int] | None, settings: TunedSettings
-) -> tuple[list[int], list[int]]:
+def _split(count: int, documents: Sequence[int] | None, settings: TunedSettings) -> tuple[list[int], list[int]]:
     """Numbers of the texts for training, and of those held out: whole documents."""
     of_text = list(range(count)) if documents is None else list(documents)
     if len(of_text) != count:

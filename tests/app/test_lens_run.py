@@ -5,13 +5,14 @@ import json
 import pandas as pd
 import pytest
 from filelock import FileLock
+from typer.testing import CliRunner
+
 from microtome.app import lens_run
 from microtome.app.cli import app as command
 from microtome.app.lens_config import LensConfig
 from microtome.app.lens_run import run_lens
 from microtome.data.runs import Run
 from microtome.lenses.tuned_lens import TunedLens
-from typer.testing import CliRunner
 
 TEXT = "the cat sat on the old house"
 SMALL = ["--steps", "4", "--tokens", "24"]
@@ -82,9 +83,10 @@ def test_a_stopped_run_goes_on(model, here, monkeypatch) -> None:
         written.append(path)
         write(path, found)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(lens_run, "write_statistics", stopped)
-        run_lens(config, progress=False)
+        with pytest.raises(KeyboardInterrupt):
+            run_lens(config, progress=False)
     assert not (here / "runs" / "x").exists()
     with monkeypatch.context() as patch:
         patch.setattr(lens_run, "write_statistics", lambda path, found: (written.append(path), write(path, found)))

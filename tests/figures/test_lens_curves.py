@@ -1,5 +1,6 @@
 import pandas as pd
 import pytest
+
 from microtome.figures.lens_curves import lens_curves
 
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+
 from microtome.figures.lens_table import lens_table
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from microtome.lenses import tuned_training
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from microtome.lenses import tuned_training
 
 SETTINGS = tuned_training.TunedSettings(
     steps=12, tokens=16, batch_tokens=64, evaluate_every=3, checkpoint_every=2, held_out_tokens=32

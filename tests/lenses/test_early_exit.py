@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from microtome.lenses.early_exit import early_exits, exits, never, thresholds
 from microtome.lenses.lens_statistics import LensStatistics
 from microtome.lenses.logit_lens import logit_lens
@@ -47,22 +48,21 @@ def planted() -> LensStatistics:
     )
 
 
+def leaves(found, rule, tau, depth, token) -> bool:
+    if rule == "patience":
+        tops = found.top_ids[max(0, depth - int(min(tau, 99)) + 1) : depth + 1, token, 0]
+        return depth + 1 >= tau and len(set(tops)) == 1
+    name = {"kl": "kl_previous"}.get(rule, rule)
+    value = getattr(found, name)[depth, token]
+    return value <= tau if rule in ("entropy", "kl") else value >= tau
+
+
 def by_loop(found, rule, tau):
-    left = []
-    for token in range(len(found.text)):
-        for depth in range(len(found.sites)):
-            tops = found.top_ids[max(0, depth - int(min(tau, 99)) + 1) : depth + 1, token, 0]
-            holds = {
-                "gap": lambda: found.gap[depth, token] >= tau,
-                "max_prob": lambda: found.max_prob[depth, token] >= tau,
-                "entropy": lambda: found.entropy[depth, token] <= tau,
-                "kl": lambda: found.kl_previous[depth, token] <= tau,
-                "patience": lambda: depth + 1 >= tau and len(set(tops)) == 1,
-            }[rule]()
-            if holds or depth == len(found.sites) - 1:
-                left.append(depth)
-                break
-    return left
+    last = len(found.sites) - 1
+    return [
+        next(depth for depth in range(last + 1) if depth == last or leaves(found, rule, tau, depth, token))
+        for token in range(len(found.text))
+    ]
 
 
 @pytest.mark.parametrize("rule", ["gap", "max_prob", "entropy", "kl", "patience"])

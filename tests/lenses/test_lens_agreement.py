@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+
 from microtome.lenses.logit_lens import logit_lens
 
 TEXT = [5, 6, 7, 8, 9, 10, 11]
@@ -23,11 +24,9 @@ def test_transformer_lens_says_the_same(kind, tiny, word_tokenizer, tmp_path):
     word_tokenizer.save_pretrained(tmp_path)  # it reads the tokenizer from where its name says
     model.config.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    bridge = TransformerBridge.boot_transformers(
-        str(tmp_path), hf_model=copy.deepcopy(model), tokenizer=tokenizer
-    )
+    bridge = TransformerBridge.boot_transformers(str(tmp_path), hf_model=copy.deepcopy(model), tokenizer=tokenizer)
     theirs = of_transformer_lens(bridge, torch.tensor([TEXT]), positions=None)
-    log_probs = theirs.logits.detach()[:, 0].log_softmax(-1)
+    log_probs = theirs.values.detach()[:, 0].log_softmax(-1)
     assert log_probs.shape == (4, 7, 120)
     probs, ids = log_probs.exp().topk(5)
     np.testing.assert_allclose(ours.top_probs, probs.numpy(), rtol=2e-3)

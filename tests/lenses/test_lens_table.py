@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from microtome.capture.models import LoadedModel
 from microtome.lenses.lens import logit_lens_of
 from microtome.lenses.lens_table import lens_table

@@ -25,8 +25,11 @@ def dense(model, text, site):
 def test_the_last_depth_is_the_model(kind, tiny):
     model = tiny(kind)
     found = logit_lens(model, TEXTS)
-    assert found.sites[0] == "resid_pre.0" and len(found.sites) == 4 and found.depth.tolist() == [0, 1, 2, 3]
-    assert np.abs(found.kl[-1]).max() < 1e-6 and found.agrees[-1].all()
+    assert found.sites[0] == "resid_pre.0"
+    assert len(found.sites) == 4
+    assert found.depth.tolist() == [0, 1, 2, 3]
+    assert np.abs(found.kl[-1]).max() < 1e-6
+    assert found.agrees[-1].all()
     for number, text in enumerate(TEXTS):
         with torch.no_grad():
             expected = model(torch.tensor([text])).logits[0].log_softmax(-1)
@@ -53,7 +56,8 @@ def test_every_number_agrees_with_dense_softmax(kind, tiny):
         own = q[:-1].gather(1, target[:, None])
         np.testing.assert_allclose(found.cross_entropy[depth, :-1], -own[:, 0], rtol=1e-5)
         assert found.target_rank[depth, :-1].tolist() == (q[:-1] > own).sum(1).tolist()
-        assert found.target_rank[depth, -1] == -1 and np.isnan(found.cross_entropy[depth, -1])
+        assert found.target_rank[depth, -1] == -1
+        assert np.isnan(found.cross_entropy[depth, -1])
         np.testing.assert_allclose(found.named_prob[depth, :, 0], q[:, 7].exp(), rtol=1e-4)
         assert found.named_rank[depth, :, 0].tolist() == (q > q[:, 7:8]).sum(1).tolist()
         first = p.argmax(-1, keepdim=True)
@@ -79,7 +83,8 @@ def test_writes_of_heads_sum_to_what_attention_adds(kind, tiny):
         total = total + heads.bias
     torch.testing.assert_close(total, added, rtol=1e-3, atol=1e-4)
     found = logit_lens(model, TEXTS, ["head_out.1.2", "attn_out", "mlp_out.0"])
-    assert np.isfinite(found.kl).all() and found.sites[0] == "head_out.1.2"
+    assert np.isfinite(found.kl).all()
+    assert found.sites[0] == "head_out.1.2"
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -95,7 +100,8 @@ def test_a_write_under_the_gain_is_its_share_of_the_logits(kind, tiny):
     scale = lens.gain.scale(stream, end.normed(stream))
     torch.testing.assert_close(share * scale + lens.gain.bias, end.normed(stream), rtol=1e-3, atol=1e-3)
     found = logit_lens(model, TEXTS, [site], norm="gain")
-    assert np.isnan(found.kl).all() and np.isfinite(found.entropy).all()
+    assert np.isnan(found.kl).all()
+    assert np.isfinite(found.entropy).all()
 
 
 def test_batches_and_joins_do_not_matter(tiny):
@@ -104,7 +110,8 @@ def test_batches_and_joins_do_not_matter(tiny):
     small = logit_lens(model, TEXTS, max_tokens=9, tokens_at_once=2)
     joined = join_statistics([logit_lens(model, TEXTS[:2]), logit_lens(model, TEXTS[2:])])
     for other in (small, joined):
-        assert other.text.tolist() == whole.text.tolist() and other.position.tolist() == whole.position.tolist()
+        assert other.text.tolist() == whole.text.tolist()
+        assert other.position.tolist() == whole.position.tolist()
         np.testing.assert_allclose(other.kl, whole.kl, atol=1e-5)
     with pytest.raises(ValueError, match="do not join"):
         join_statistics([whole, logit_lens(model, TEXTS, "resid_mid")])
@@ -118,21 +125,25 @@ def test_the_curve_is_a_mean_over_tokens_with_an_interval_over_documents(tiny):
     assert curve["kl"].tolist() == pytest.approx(found.kl[:, rows].mean(1).tolist())
     assert curve["cross_entropy"].iloc[0] == pytest.approx(np.nanmean(found.cross_entropy[0, rows]))
     assert (curve["documents"] == 3).all()
-    assert (curve["kl_low"] <= curve["kl"] + 1e-9).all() and (curve["kl_high"] >= curve["kl"] - 1e-9).all()
+    assert (curve["kl_low"] <= curve["kl"] + 1e-9).all()
+    assert (curve["kl_high"] >= curve["kl"] - 1e-9).all()
     # a document is drawn whole: the widest draw of document 1 alone is its own mean
     own = found.kl[0, rows & (found.document == 1)].mean()
     assert curve["kl_low"].iloc[0] <= own <= curve["kl_high"].iloc[0]
-    assert found.curve(sinks="with")["tokens"].iloc[0] == 25 and found.curve(sinks="alone")["tokens"].iloc[0] == 4
+    assert found.curve(sinks="with")["tokens"].iloc[0] == 25
+    assert found.curve(sinks="alone")["tokens"].iloc[0] == 4
     assert found.curve(seed=1).equals(found.curve(seed=1))
     frame = found.to_frame()
-    assert len(frame) == 4 * 25 and frame["depth"].iloc[:4].tolist() == [0, 1, 2, 3]
+    assert len(frame) == 4 * 25
+    assert frame["depth"].iloc[:4].tolist() == [0, 1, 2, 3]
 
 
 def test_the_depth_of_settling_is_where_the_first_token_stays(tiny):
     found = logit_lens(tiny("llama"), TEXTS)
     for row, depth in enumerate(found.settled["depth"]):
         agrees = found.agrees[:, row]
-        assert agrees[depth:].all() and (depth == 0 or not agrees[depth - 1])
+        assert agrees[depth:].all()
+        assert depth == 0 or not agrees[depth - 1]
 
 
 def test_what_cannot_be_read_is_refused(tiny):
@@ -143,24 +154,25 @@ def test_what_cannot_be_read_is_refused(tiny):
         logit_lens_of(model, "resid_post", norm="gain")
     with pytest.raises(ValueError, match="'own' or 'gain'"):
         logit_lens_of(model, norm="both")
-    with pytest.raises(ValueError, match="names? of its own|each with a name"):
+    with pytest.raises(ValueError, match="each with a name"):
         lens_statistics(model, TEXTS, [logit_lens_of(model), logit_lens_of(model)])
     with pytest.raises(ValueError, match="top is 1"):
         logit_lens(model, TEXTS, top=1)
     with pytest.raises(ValueError, match="not among the 120"):
         logit_lens(model, TEXTS, named={"x": 120})
-    with pytest.raises(ValueError, match="One per text|one per text"):
+    with pytest.raises(ValueError, match="one per text"):
         logit_lens(model, TEXTS, documents=[0])
     with pytest.raises(ValueError, match="no unembedding"):
         logit_lens_of(tiny("bert"))
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="NaN or infinity|not finite|identit"):
+    with pytest.raises(ValueError, match=r"NaN or infinity|not finite|identit"):
         logit_lens(model, TEXTS)
 
 
 def test_a_loaded_model_takes_strings(tiny, word_tokenizer):
     loaded = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="tiny")
     found = logit_lens(loaded, ["the cat sat on the old house", "a dog ran"])
-    assert len(found.text) == 10 and "model" in found.facts
+    assert len(found.text) == 10
+    assert "model" in found.facts
     assert [str(site) for site in depths_of(loaded)] == list(found.sites)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from microtome.capture import taps
 from microtome.lenses.lens import logit_lens_of
 from microtome.lenses.lens_statistics import lens_statistics

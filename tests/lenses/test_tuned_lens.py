@@ -3,6 +3,7 @@ import json
 import pandas as pd
 import pytest
 import torch
+
 from microtome.lenses.lens import logit_lens_of
 from microtome.lenses.lens_statistics import lens_statistics
 from microtome.lenses.tuned_lens import TunedLens, weights_of, zero_tuned_lens
@@ -62,7 +63,7 @@ def test_a_saved_lens_comes_back_and_damage_is_seen(tiny, tmp_path):
     (tmp_path / "translators.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match="damaged"):
         TunedLens.load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="TunedLens.save"):
+    with pytest.raises(FileNotFoundError, match=r"TunedLens.save"):
         TunedLens.load(tmp_path / "nowhere")
 
 
@@ -102,7 +103,7 @@ def test_a_published_artefact_is_the_module_list_it_was_saved_from(tiny, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config | {"lens_type": "other"}))
     with pytest.raises(ValueError, match="'other'"):
         TunedLens.read_published(tmp_path)
-    with pytest.raises(FileNotFoundError, match="params.pt|config.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         TunedLens.read_published(tmp_path / "no")
 
 

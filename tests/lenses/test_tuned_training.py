@@ -8,10 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+
 from microtome.capture import taps
 from microtome.lenses import tuned_training
 from microtome.lenses.linear_map import LinearMap, identity_map
-from microtome.lenses.tuned_lens import TunedLens
 from microtome.lenses.tuned_training import TunedSettings, fit_tuned_lens
 from microtome.lenses.unembedding import unembedding_of
 
@@ -50,9 +50,10 @@ def test_a_training_stopped_in_this_process_goes_on(tiny, texts, tmp_path, monke
             raise KeyboardInterrupt
         learn(self, *arguments)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(tuned_training._Training, "learn", stopped)
-        fit_tuned_lens(model, texts, settings=QUICK, checkpoint=tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            fit_tuned_lens(model, texts, settings=QUICK, checkpoint=tmp_path)
     resumed = fit_tuned_lens(model, texts, settings=QUICK, checkpoint=tmp_path)
     assert torch.equal(whole.weight, resumed.weight)
     pd.testing.assert_frame_equal(whole.history, resumed.history)
@@ -61,7 +62,9 @@ def test_a_training_stopped_in_this_process_goes_on(tiny, texts, tmp_path, monke
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "neox", "gemma2", "qwen3"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_training_lowers_the_held_out_kl_of_every_kind(kind, optimizer, tiny, texts):
-    settings = replace(QUICK, steps=20, evaluate_every=10, optimizer=optimizer, rate=0.01 if optimizer == "adam" else None)
+    settings = replace(
+        QUICK, steps=20, evaluate_every=10, optimizer=optimizer, rate=0.01 if optimizer == "adam" else None
+    )
     lens = fit_tuned_lens(tiny(kind), texts, settings=settings)
     assert list(lens.sites) == SITES
     best = lens.history.groupby("site", sort=False)["kl"].min()
@@ -132,7 +135,7 @@ def test_a_start_of_maps_is_the_map_at_step_zero(tiny, texts):
     assert same["start_kl"].tolist() == pytest.approx(same["logit_kl"].tolist())
     other = fit_tuned_lens(model, texts, start=shifted, settings=QUICK).history
     assert (other["start_kl"] - other["logit_kl"]).abs().max() > 1e-3
-    with pytest.raises(ValueError, match="no map for resid_post.1"):
+    with pytest.raises(ValueError, match=r"no map for resid_post\.1"):
         fit_tuned_lens(model, texts, start={site: start[site] for site in SITES[:2]}, settings=QUICK)
     with pytest.raises(ValueError, match="31 to 31"):
         fit_tuned_lens(model, texts, start=dict.fromkeys(SITES, identity_map(31)), settings=QUICK)
@@ -151,7 +154,7 @@ def test_what_cannot_be_trained_is_refused(tiny, texts, tmp_path):
         fit_tuned_lens(model, texts, depths=[3])
     with pytest.raises(ValueError, match="one document"):
         fit_tuned_lens(model, texts, documents=[0] * 30)
-    with pytest.raises(ValueError, match="One per text|one per text"):
+    with pytest.raises(ValueError, match="one per text"):
         fit_tuned_lens(model, texts, documents=[0])
     with pytest.raises(ValueError, match="'zero', or maps"):
         fit_tuned_lens(model, texts, start="best")

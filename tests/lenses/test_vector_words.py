@@ -17,7 +17,8 @@ def test_words_are_those_of_dense_logits(kind, tiny):
     with torch.no_grad():
         expected = unembedding_of(model).logits(vectors)
     scores, ids = expected.topk(4)
-    assert words["token"].tolist() == ids.flatten().tolist() and words["vector"].tolist() == ["one"] * 4 + ["two"] * 4
+    assert words["token"].tolist() == ids.flatten().tolist()
+    assert words["vector"].tolist() == ["one"] * 4 + ["two"] * 4
     torch.testing.assert_close(torch.tensor(words["score"]), scores.flatten(), rtol=1e-4, atol=1e-4)
     probs = expected.softmax(-1).gather(1, ids).flatten()
     torch.testing.assert_close(torch.tensor(words["prob"]), probs, rtol=1e-4, atol=1e-6)
