@@ -167,6 +167,8 @@ def test_copies_of_a_token_are_ties_in_real_products() -> None:
     weight[1500:] = weight[:1500]
     hidden = torch.randn(9, 30, 96, generator=generator)
     targets = torch.arange(30) * 50 + 1500
+    alone = vocabulary_statistics(hidden[:1, :1], weight, targets=targets[:1], top=6, block=2990)
+    assert alone.top_ids[0, 0].view(3, 2).diff().flatten().tolist() == [1500] * 3
     for block in (1024, 700, 33):
         found = vocabulary_statistics(hidden, weight, targets=targets, top=6, block=block)
         pairs = found.top_ids.view(9, 30, 3, 2)
