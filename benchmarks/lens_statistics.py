@@ -184,7 +184,8 @@ def main() -> None:
 
     setting = (
         f"{depths} depths x {n} tokens, d_model {weight.shape[1]}, vocabulary {len(weight)}, float32, tiles {ROWS} x "
-        f"{BLOCK}, {torch.get_num_threads()} threads; largest gap {gap:.1e} nats (relative above one), equal ids and ranks {same}"
+        f"{BLOCK}, {torch.get_num_threads()} threads; largest gap {gap:.1e} nats (relative above one), equal ids "
+        f"and ranks {same}"
     )
     record(
         f"lens statistics of {depths} depths x {n} tokens: GB of resident memory above the model",
