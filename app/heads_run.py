@@ -120,7 +120,8 @@ def _made(
     command = f"microtome heads --config {shlex.quote(str(path / 'config.yaml'))}"
     lead = (
         f"What each attention head of {config.model} looks at, over {facts['texts']} texts of {facts['name']}, "
-        f"repeated random tokens and texts with a needle; queries from position 8 on. This took {spoken_seconds(seconds)}."
+        f"repeated random tokens and texts with a needle; queries from position 8 on. This took "
+        f"{spoken_seconds(seconds)}."
     )
     title = f"Heads of {Path(config.model).name}"
     run.write_report(

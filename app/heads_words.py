@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from microtome.figures.head_roles import head_roles as roles_figure
-from microtome.figures.head_roles import head_scores
+from microtome.figures.head_roles import head_role_grid, head_score_maps
 from microtome.figures.report import Section
 from microtome.lenses.head_roles import ROLE_SCORES, HeadRoles
 
@@ -83,7 +82,7 @@ def heads_sections(found: HeadRoles) -> list[Section]:
             "Roles",
             f"A role is a score past its threshold: {said}. A head may have several; the colour is that of the most "
             f"telling one. " + " ".join(f"{role}: {says}." for role, says in SAYS.items()),
-            roles_figure(found.table, title=""),
+            head_role_grid(found.table, title=""),
             "Letters tell the roles; • is a sink.",
             brief,
             "head_roles",
@@ -92,7 +91,7 @@ def heads_sections(found: HeadRoles) -> list[Section]:
             "Scores",
             "Scores without a sink leave the first token out and rest on the queries that look elsewhere. Entropy is "
             "over the logarithm of the number of keys.",
-            head_scores(found.table, thresholds=bounds, title=""),
+            head_score_maps(found.table, thresholds=bounds, title=""),
             "A ring marks a head past the threshold of its role.",
             found.table,
             "head_scores",

@@ -1,7 +1,7 @@
 """Head roles as a grid, layers across and heads down: a colour and a letter for each role, all scores on hover.
 
-    head_roles(table)             the grid
-    head_scores(table)            a small map per score, one colour scale, the threshold's heads ringed
+    head_role_grid(table)         the grid
+    head_score_maps(table)        a small map per score, one colour scale, the threshold's heads ringed
 
 Both are drawn from the table of `microtome.lenses.head_roles` alone. A letter tells a role where colours cannot be
 told apart; a cell with several roles shows the letters of all. The colour is that of the most telling one.
@@ -34,7 +34,7 @@ _HOVERED = ("induction", "previous", "duplicate", "retrieval_copied", "self", "s
 _HOVERED_REST = ("distance", "output_norm", "content_share")
 
 
-def head_roles(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
+def head_role_grid(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """The grid.
 
     table: columns layer, head, role, roles (all roles of a head, separated by spaces), and scores with `_low`, `_high`
@@ -95,7 +95,7 @@ def head_roles(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     return figure
 
 
-def head_scores(
+def head_score_maps(
     table: pd.DataFrame,
     *,
     scores: Sequence[str] = SCORES,
@@ -105,7 +105,7 @@ def head_scores(
     """A map of each score over layers and heads, from 0 to 1, two beside each other.
 
     scores: columns; those that the table lacks are left out. thresholds: by score, heads above it get a ring.
-    Raises KeyError if the table has none of the scores, and what `head_roles` raises.
+    Raises KeyError if the table has none of the scores, and what `head_role_grid` raises.
     """
     rows, layers, heads = _checked(table, ("layer", "head"))
     there = [name for name in scores if name in rows and rows[name].notna().any()]

@@ -12,6 +12,16 @@ import plotly.graph_objects as go
 from microtome.figures.theme import GREY, LIGHT, colour_layout, label_of, plain
 
 _CELL_PIXELS = 20
+_LABEL = {
+    "r2_vw": "R2, variance-weighted",
+    "r2_ua": "R2, mean of channels",
+    "r2_wh": "R2, whitened",
+    "r2_increment": "R2 of the increment",
+    "identity_r2_vw": "R2 of the identity",
+    "shift_r2_vw": "R2 of the identity plus shift",
+    "scale_r2_vw": "R2 of a scale per channel",
+    "ceiling": "canonical ceiling",
+}
 _SHOWN_WITH = ("r2_vw", "r2_increment", "identity_r2_vw", "strength", "count")
 
 
@@ -63,7 +73,7 @@ def layer_pairs(
         figure.add_shape(type="rect", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5, line={"color": GREY, "width": 1})
     figure.update_layout(
         template=LIGHT,
-        title={"text": title if title is not None else f"{label_of(value)} from depth to depth"},
+        title={"text": title if title is not None else f"{_label(value)} from depth to depth"},
         height=int(np.clip(_CELL_PIXELS * len(sources), 120, 720)) + 160,
         xaxis=_axis("to", targets),
         yaxis=_axis("from", sources) | {"autorange": "reversed"},
@@ -72,11 +82,15 @@ def layer_pairs(
     return figure
 
 
+def _label(name: str) -> str:
+    return _LABEL.get(name, label_of(name))
+
+
 def _told(row: dict, value: str) -> str:
     """`resid_pre.0 → resid_post.3`, the value, and what else is known of the pair."""
-    text = f"{plain(row['source'])} → {plain(row['target'])}<br>{label_of(value)} {row[value]:.3f}"
+    text = f"{plain(row['source'])} → {plain(row['target'])}<br>{_label(value)} {row[value]:.3f}"
     others = [name for name in _SHOWN_WITH if name != value and name in row and not pd.isna(row[name])]
-    return text + "".join(f"<br>{label_of(name)} {row[name]:.3g}" for name in others)
+    return text + "".join(f"<br>{_label(name)} {row[name]:.3g}" for name in others)
 
 
 def _axis(title: str, names: list) -> dict:

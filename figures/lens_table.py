@@ -14,6 +14,7 @@ from microtome.figures.theme import LIGHT, plain
 _COLOURS = {"kl": "KL to the model (nats)", "entropy": "entropy (nats)", "prob": "probability of the word"}
 _NEEDED = ("depth", "position", "token", "word", "words", "probs", "kl", "entropy", "prob", "rank")
 _LETTERS, _ROW_PIXELS, _TEXT_SIZE = 9, 20, 10.5
+_KEY = "<br><sup>the model's final word: ● is first here, ▲ came forward, ▼ fell back, · neither</sup>"
 # pale where words are dark and dark where they are white
 _SCALE = ((0.0, "#f3f6fb"), (0.35, "#b9d0ea"), (0.7, "#5d93cb"), (1.0, "#1f4e86"))
 
@@ -68,7 +69,7 @@ def lens_table(
         )
     )
     # words as annotations of two colours: on a dark cell a dark word cannot be read
-    dark = values > 0.55 * top
+    dark = values > 0.6 * top
     for is_dark, ink in ((False, "#1f2328"), (True, "#ffffff")):
         at = np.argwhere(dark == is_dark)
         figure.add_scatter(
@@ -84,10 +85,11 @@ def lens_table(
     step = 1 if len(depths) <= 40 else 2
     figure.update_layout(
         template=LIGHT,
-        title={"text": title if title is not None else f"First word at every depth; colour: {_COLOURS[colour]}"},
-        height=int(len(depths) * _ROW_PIXELS + 150),
+        title={"text": f"{title if title is not None else f'First word at every depth; colour: {_COLOURS[colour]}'}{_KEY}"},
+        height=int(len(depths) * _ROW_PIXELS + 165),
+        margin={"t": 70},
         xaxis={
-            "title": {"text": "token of the text (what comes next is said in its column)"},
+            "title": {"text": "token of the text; its column says what follows it"},
             "tickvals": np.arange(len(places)),
             "ticktext": tokens,
             "tickangle": 0 if max(map(len, tokens)) * len(tokens) < 110 else -40,
@@ -122,7 +124,7 @@ def _upper(values: np.ndarray, colour: str) -> float:
         return 1.0
     finite = values[np.isfinite(values)]
     # one huge first column would leave all others pale
-    return max(float(np.quantile(finite, 0.97)) if len(finite) else 1.0, 1e-3)
+    return max(float(np.quantile(finite, 0.9)) if len(finite) else 1.0, 1e-3)
 
 
 def _shown(word: object, letters: int) -> str:

@@ -15,6 +15,10 @@ from microtome.lenses.attribution import logit_attribution as logit_attribution
 from microtome.lenses.attribution_scores import ablation_effects as ablation_effects
 from microtome.lenses.attribution_scores import paraphrase_agreement as paraphrase_agreement
 from microtome.lenses.attribution_scores import share_of_heads as share_of_heads
+from microtome.lenses.backward_lens import BackwardLens as BackwardLens
+from microtome.lenses.backward_lens import backward_lens as backward_lens
+from microtome.lenses.backward_lens import edited_weights as edited_weights
+from microtome.lenses.backward_lens import step_effect as step_effect
 from microtome.lenses.canonical import CanonicalCorrelations as CanonicalCorrelations
 from microtome.lenses.canonical import canonical_correlations as canonical_correlations
 from microtome.lenses.corpus_pass import Chunk as Chunk
@@ -24,6 +28,8 @@ from microtome.lenses.early_exit import EarlyExits as EarlyExits
 from microtome.lenses.early_exit import early_exits as early_exits
 from microtome.lenses.head_roles import HeadRoles as HeadRoles
 from microtome.lenses.head_roles import head_roles as head_roles
+from microtome.lenses.jacobian_lens import JacobianLens as JacobianLens
+from microtome.lenses.jacobian_lens import jacobian_lens as jacobian_lens
 from microtome.lenses.key_value_memories import Triggers as Triggers
 from microtome.lenses.key_value_memories import trigger_examples as trigger_examples
 from microtome.lenses.key_value_memories import value_words as value_words
@@ -48,6 +54,10 @@ from microtome.lenses.moments_files import load_moments as load_moments
 from microtome.lenses.moments_files import save_moments as save_moments
 from microtome.lenses.moments_pass import moments_of as moments_of
 from microtome.lenses.moments_pass import moments_of_activations as moments_of_activations
+from microtome.lenses.next_token import continuation_nll as continuation_nll
+from microtome.lenses.next_token import next_token_kl as next_token_kl
+from microtome.lenses.next_token import perplexity as perplexity
+from microtome.lenses.next_token import text_nll as text_nll
 from microtome.lenses.pair_moments import PairMoments as PairMoments
 from microtome.lenses.pair_report import PairReport as PairReport
 from microtome.lenses.pair_report import pair_report as pair_report
@@ -56,6 +66,8 @@ from microtome.lenses.pair_splits import pair_splits as pair_splits
 from microtome.lenses.reduced_rank import ReducedRank as ReducedRank
 from microtome.lenses.reduced_rank import reduced_rank as reduced_rank
 from microtome.lenses.reduced_rank import truncated_map as truncated_map
+from microtome.lenses.relations import RelationOperator as RelationOperator
+from microtome.lenses.relations import relation_operator as relation_operator
 from microtome.lenses.ridge_lens import ridge_to_last as ridge_to_last
 from microtome.lenses.ridge_lens import translated_lens as translated_lens
 from microtome.lenses.ridge_map import RidgeFit as RidgeFit

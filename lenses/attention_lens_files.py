@@ -65,7 +65,8 @@ def load_training_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] 
 
 def write_facts_file(path: Path, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Tensors and JSON facts as one file, whole or not at all."""
-    header = {"format": str(_FORMAT), "kind": kind, "facts": json.dumps(facts)}
+    # one entry: the library writes several in an order that changes from process to process
+    header = {"microtome": json.dumps({"format": _FORMAT, "kind": kind, "facts": facts})}
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replaced_file(path) as scratch:
         save_file(kept, scratch, metadata=header)
@@ -77,11 +78,11 @@ def read_facts_file(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str,
         raise FileNotFoundError(f"no file {path}.")
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            header = json.loads((file.metadata() or {}).get("microtome", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}). Delete it and run again.") from error
-    if header.get("kind") != kind or header.get("format") != str(_FORMAT):
+    if header.get("kind") != kind or header.get("format") != _FORMAT:
         found = f"kind {header.get('kind')!r}, format {header.get('format')!r}"
         raise ValueError(f"{path} has {found}; expected {kind!r}, format {_FORMAT}.")
-    return tensors, json.loads(header["facts"])
+    return tensors, header["facts"]

@@ -46,7 +46,6 @@ class LensRows:
         text, position, token_ids: where each row is, and the token there.
         targets: the token that follows, -1 at the end of a text.
         document: of the row's text.
-        documents_given: documents were told apart by the caller, not taken to be the texts.
     """
 
     layer: int
@@ -58,7 +57,6 @@ class LensRows:
     token_ids: Int64[Tensor, " token"]
     targets: Int64[Tensor, " token"]
     document: Int64[Tensor, " token"]
-    documents_given: bool = False
 
     def __len__(self) -> int:
         return len(self.mixed)
@@ -173,7 +171,6 @@ def lens_rows(
         ids[order],
         targets[order],
         numbers[text[order]],
-        documents is not None,
     )
 
 

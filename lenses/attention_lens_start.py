@@ -13,7 +13,7 @@ Beware: with norms behind the branch (Gemma 2) a head's output here is what it w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Float64
@@ -24,10 +24,10 @@ from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel
 from microtome.capture.output_weights import output_weights
 from microtome.lenses.linear_map import LinearMap
+from microtome.lenses.norm_gain import norm_gain
 from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.ridge_map import ridge_map
 from microtome.lenses.unembedding import Unembedding
-
-RIDGE_STRENGTHS = tuple(10.0**power for power in torch.linspace(-9, 1, 25).tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,31 +42,20 @@ class FoldedUnembedding:
 def folded_unembedding(end: Unembedding) -> FoldedUnembedding:
     """The unembedding with the final norm's gain, centring and bias folded in; a copy, float32 or wider.
 
-    The gain is read off the norm's own output on scaled unit vectors, so it is right whatever the module calls it.
-
     Raises:
-        ValueError: a final norm that is neither an RMS norm nor a LayerNorm with gains per channel.
+        ValueError: a final norm that is neither an RMS norm nor a LayerNorm (`norm_gain`).
     """
     wide = torch.promote_types(end.weight.dtype, torch.float32)
     weight = end.weight.to(wide).T
     bias = torch.zeros(end.vocab, dtype=wide) if end.bias is None else end.bias.to(wide)
     if end.norm is None:
         return FoldedUnembedding(end.factor * weight, end.factor * bias)
-    d_model = weight.shape[0]
-    eye = torch.eye(d_model, dtype=end.weight.dtype, device=end.weight.device)
-    shift = end.normed(torch.zeros_like(eye[:1])).to(wide)[0]
-    # long vectors, so that the norm's epsilon does not count
-    images = end.normed(1e3 * eye).to(wide) - shift
-    centred = torch.eye(d_model, dtype=wide) - 1 / d_model
-    reach = images.abs().max()
-    for mixing, scale in ((torch.eye(d_model, dtype=wide), d_model**0.5), (centred, d_model / (d_model - 1) ** 0.5)):
-        gain = images.diagonal() / (mixing.diagonal() * scale)
-        if (images - mixing * gain * scale).abs().max() <= 1e-3 * reach:
-            return FoldedUnembedding(end.factor * (mixing * gain) @ weight, end.factor * (bias + shift @ weight))
-    raise ValueError(
-        f"the final norm {type(end.norm).__name__} is no RMS norm or LayerNorm with a gain per channel, so it "
-        "cannot be folded into the unembedding. Start from the closed form."
-    )
+    found = norm_gain(end.norm, weight.shape[0], end.weight)
+    gain, shift = found.gain.to(wide), found.bias.to(wide)
+    folded = gain[:, None] * weight
+    if found.is_centred:
+        folded = folded - folded.mean(0)
+    return FoldedUnembedding(end.factor * folded, end.factor * (bias + shift @ weight))
 
 
 @torch.no_grad()
@@ -102,47 +91,24 @@ def plain_bias(heads: int, bias: Float[Tensor, " d_model"], folded: FoldedUnembe
     return heads * folded.bias.to(bias.dtype) + bias @ folded.weight.to(bias.dtype)
 
 
-@torch.no_grad()
 def closed_form_map(
-    fit: PairMoments, validation: PairMoments, strengths: Sequence[float] = RIDGE_STRENGTHS
+    fit: PairMoments, validation: PairMoments, strengths: Sequence[int | float] | None = None
 ) -> LinearMap:
-    """A = ridge(v_cat -> n(r_L)) with the strength of least validation error; moments alone, float64.
+    """A = ridge(v_cat -> n(r_L)), the strength of least validation error kept; moments alone (`ridge_map`).
 
-    Strength rho is a penalty rho tr(xx) / d_in on the sums of squares; the intercept is free. facts: validation R2
-    (`validation_r2`), whether the strength is at an edge of the path (`at_edge`), rows.
+    facts: those of the map, and `validation_rows`, `validation_r2`, `edge` ("" or the end of the path it came from).
 
     Raises:
-        ValueError: no rows, strengths that are not above 0, or validation moments of other widths.
+        ValueError: what `ridge_map` raises.
     """
-    if fit.count < 2 or validation.count < 1:
-        raise ValueError(f"{fit.count} rows to fit and {validation.count} to validate; give at least 2 and 1.")
-    if not strengths or min(strengths) <= 0:
-        raise ValueError(f"strengths={list(strengths)}; give values above 0.")
-    values, vectors = torch.linalg.eigh(fit.xx)
-    values = values.clamp(min=0)
-    moved = validation.about(fit.mean_x, fit.mean_y)
-    loadings, other = vectors.T @ fit.xy, vectors.T @ moved.xy
-    crossed, gram = (loadings * other).sum(1), (loadings @ loadings.T) * (vectors.T @ moved.xx @ vectors)
-    total = float(moved.yy.trace())
-    unit = float(fit.xx.trace()) / fit.d_in or 1.0
-    errors = []
-    for strength in strengths:
-        inverse = 1 / (values + strength * unit)
-        errors.append(total - 2 * float(crossed @ inverse) + float(inverse @ gram @ inverse))
-    best = min(range(len(errors)), key=errors.__getitem__)
-    weight = vectors @ (loadings / (values + strengths[best] * unit)[:, None])
-    return LinearMap(
-        weight,
-        fit.mean_y - fit.mean_x @ weight,
-        "ridge",
-        strength=float(strengths[best]),
-        facts={
-            "rows": fit.count,
-            "validation_rows": validation.count,
-            "validation_r2": 1 - errors[best] / total if total else 0.0,
-            "at_edge": best in (0, len(errors) - 1),
-        },
-    )
+    found = ridge_map(fit, validation, strengths=strengths)
+    path = found.path
+    facts = {
+        "validation_rows": validation.count,
+        "validation_r2": float(path.validation_r2[path.chosen]),
+        "edge": path.edge,
+    }
+    return replace(found.map, facts={**found.map.facts, **facts})
 
 
 def closed_form_readout(

@@ -77,6 +77,11 @@ class AttentionLensRun:
     best_step: int
     readout: Readout
 
+    def head_words(self, model: LoadedModel, *, shown: int = 8) -> pd.DataFrame:
+        """A row per head: peer_r2, drop_kl, precision, its most frequent top words on the test rows, and the words of
+        its plain unembedding; what `figures.head_words` draws."""
+        return self.scores.to_frame(model, shown=shown)
+
     def __repr__(self) -> str:
         return (
             f"{self.scores!r}\nstart KL {self.start_kl:.3f}, closed form {self.closed_form_kl:.3f}, best step "
@@ -153,6 +158,8 @@ def fit_attention_lens(
         start: "closed_form", "unembedding" (the authors') or "zero".
         steps: at most; evaluated on the validation rows every `evaluate_every`, stopped when `patience` evaluations in
             a row were not better.
+        learning_rate: of the small form; AdamW moves every weight alike, so what suits the original form, which reads
+            d_model / d_head times as many numbers, is some ten times smaller.
         shrink: pull of M towards the plain unembedding, as AdamW's decay pulls to zero; small form and no "shared".
         top: k of precision and words.
         seed: of the order of the rows.

@@ -14,7 +14,7 @@ Models: those whose attention goes through transformers' attention interface; ot
 Query head h reads key-value head h // (heads / key-value heads): column `kv_head`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.special_tokens import SpecialTokens
 from microtome.capture.untrained import untrained
 from microtome.lenses.corpus_pass import CorpusPass, corpus_pass
+from microtome.lenses.documents import document_numbers
 from microtome.lenses.head_pass import SeenCall, attention_sites, head_sums, see_calls
 from microtome.lenses.head_scores import marked_scores, natural_scores
 from microtome.lenses.head_sums import HeadSums
@@ -100,7 +101,7 @@ def head_roles(
     model: LoadedModel | nn.Module,
     texts: Any,
     *,
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     anatomy: Anatomy | None = None,
     thresholds: Mapping[str, int | float] | None = None,
     first_query: int = FIRST_QUERY,
@@ -121,7 +122,7 @@ def head_roles(
     Args:
         model: from `load_model`, or a transformers module in eval mode.
         texts: strings, message lists or token ids, as `capture` takes them; of natural language.
-        documents: the document of each text, for the bootstrap; each text is its own if None.
+        documents: the document of each text, a number or a name, for the bootstrap; each text is its own if None.
         thresholds: of some roles, in place of `THRESHOLDS`.
         first_query: queries before this position do not count.
         copy_length: tokens of each half of the repeated random texts, less where the model takes fewer.
@@ -147,8 +148,7 @@ def head_roles(
     cut = {} if max_length is None else {"truncate": "right", "max_length": max_length}
     plan = corpus_pass(loaded, texts, (), anatomy=anatomy, max_tokens=max_tokens, **cut)
     sites = attention_sites(plan)  # a model that cannot be seen is refused before anything runs
-    if documents is not None and len(documents) != len(plan.texts):
-        raise ValueError(f"documents has {len(documents)} entries for {len(plan.texts)} texts. Give one per text.")
+    of_text = document_numbers(documents, len(plan.texts))
     longest = max(text.length for text in plan.texts)
     if longest <= first_query:
         raise ValueError(
@@ -173,16 +173,16 @@ def head_roles(
 
     table = _heads(plan, sites, sums["natural"])
     for name, held in sums.items():
-        is_own = name == "natural"
-        of_text = documents if is_own and documents is not None else range(len(held.sums))
-        means, ends = held.means(), held.intervals(list(of_text), draws=bootstraps, seed=seed)
-        columns = {}
-        for score, values in means.items():
-            columns[score] = values.ravel()
-            if not name.startswith("fresh_"):
-                columns |= {f"{score}_{end}": ends[score][i].ravel() for i, end in enumerate(("low", "high"))}
-        prefix = "fresh_" if name.startswith("fresh_") else ""
-        table = pd.concat([table, pd.DataFrame({prefix + key: value for key, value in columns.items()})], axis=1)
+        means, columns = held.means(), {}
+        if name.startswith("fresh_"):
+            columns = {f"fresh_{score}": values.ravel() for score, values in means.items()}
+        else:
+            drawn_from = of_text if name == "natural" else np.arange(len(held.sums))
+            ends = held.intervals(drawn_from, draws=bootstraps, seed=seed)
+            for score, values in means.items():
+                low, high = ends[score]
+                columns |= {score: values.ravel(), f"{score}_low": low.ravel(), f"{score}_high": high.ravel()}
+        table = pd.concat([table, pd.DataFrame(columns)], axis=1)
     if variance_length and windowed:
         found = pattern_variance(corpus_pass(loaded, windowed, (), anatomy=anatomy, max_tokens=max_tokens))
         table["pattern_variance"], table["content_share"] = found.variance.ravel(), found.content_share.ravel()

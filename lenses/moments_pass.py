@@ -3,6 +3,11 @@
     moments = moments_of(load_model("smollm2"), texts, "resid", documents=documents, save="runs/moments")
     control = moments_of(untrained(model), texts, "resid", documents=documents)       # the same of a random model
 
+All 31 x 31 pairs of SmolLM2's residuals are 0.33 GFLOP per token (2 x 496 blocks x 576^2) beside some 0.27 of its own
+forward. Measured on 16 windows of 256 tokens (one thread, CPU seconds of one run, 30 November 2026): the forwards with
+sites read took 9.7, accumulating 14.3 more (94 GFLOP/s, float64 sums included), copies, strata and hashes 1.7. Sums
+take 1.3 GB a shard; writing that takes 2 s.
+
 The texts run in the plan's order (longest first), which depends on them alone. With `save`, the state is written every
 few minutes, and the same call goes on from there after a kill, to the very same bits on the same machine.
 """

@@ -53,6 +53,17 @@ class RidgePairs:
         """One row per pair."""
         return self.table
 
+    def matrix(self, value: str = "r2_vw") -> pd.DataFrame:
+        """One column of the table as a matrix, sources down and targets across, both in the order of the table.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        if value not in self.table.columns:
+            raise KeyError(f"the table has no column {value!r}; it has {list(self.table.columns)}.")
+        wide = self.table.pivot_table(index="source", columns="target", values=value, sort=False)
+        return wide.reindex(columns=list(dict.fromkeys(self.table["target"])))
+
     def on_edge(self) -> pd.DataFrame:
         """Pairs whose strength is the weakest or strongest of the grid: give more strengths for these."""
         return self.table[self.table["edge"] != ""]

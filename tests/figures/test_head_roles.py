@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from microtome.figures.head_roles import ROLES, SCORES, described_head, head_roles, head_scores
+from microtome.figures.head_roles import ROLES, SCORES, described_head, head_role_grid, head_score_maps
 
 
 def make_table(layers=6, heads=4, seed=0):
@@ -23,7 +23,7 @@ def make_table(layers=6, heads=4, seed=0):
 @pytest.mark.parametrize(("layers", "heads"), [(6, 4), (30, 9), (1, 1)])
 def test_every_cell_has_its_roles_colour_and_letters(layers, heads):
     table = make_table(layers, heads)
-    figure = head_roles(table)
+    figure = head_role_grid(table)
     trace = figure.data[0]
     assert trace.z.shape == (heads, layers)
     scale = dict(trace.colorscale)
@@ -56,21 +56,21 @@ def test_layers_that_are_missing_are_squeezed_out_and_heads_are_gaps():
     table = make_table()
     table = table[~table["layer"].isin([1, 2])]
     table = table[(table["layer"] != 4) | (table["head"] != 2)]
-    figure = head_roles(table)
+    figure = head_role_grid(table)
     assert figure.layout.xaxis.ticktext == ("0", "3", "4", "5")
     assert np.argwhere(np.isnan(figure.data[0].z.astype(float))).tolist() == [[2, 2]]
 
 
 def test_a_role_from_elsewhere_is_grey_and_safe_to_show():
     table = make_table(2, 2).assign(role=["<b>x", "", "", ""], roles=["<b>x", "", "", ""])
-    figure = head_roles(table)
+    figure = head_role_grid(table)
     assert figure.data[1].name.endswith("&lt;b&gt;x (1)")
     assert "key-value head 0: &lt;b&gt;x" in figure.data[0].hovertext[0][0]
 
 
 def test_scores_have_a_map_each_and_rings_above_the_threshold():
     table = make_table()
-    figure = head_scores(table, thresholds={"sink": 0.4})
+    figure = head_score_maps(table, thresholds={"sink": 0.4})
     maps = [trace for trace in figure.data if trace.type == "heatmap"]
     assert len(maps) == len(SCORES)
     assert [note.text for note in figure.layout.annotations][:2] == ["induction", "previous"]
@@ -81,7 +81,7 @@ def test_scores_have_a_map_each_and_rings_above_the_threshold():
     above = table[table["sink"] > 0.4]
     assert set(zip(rings.x, rings.y, strict=True)) == set(zip(above["layer"], above["head"], strict=True))
     assert (figure.layout.coloraxis.cmin, figure.layout.coloraxis.cmax) == (0, 1)
-    assert len(head_scores(table, scores=["sink", "nothing"]).data) == 1
+    assert len(head_score_maps(table, scores=["sink", "nothing"]).data) == 1
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_scores_have_a_map_each_and_rings_above_the_threshold():
 )
 def test_other_tables_are_refused(change, error, says):
     with pytest.raises(error, match=says):
-        head_roles(change(make_table()))
+        head_role_grid(change(make_table()))
 
 
 def test_a_table_without_scores_is_refused():
     with pytest.raises(KeyError, match="none of the columns"):
-        head_scores(make_table()[["layer", "head"]])
+        head_score_maps(make_table()[["layer", "head"]])

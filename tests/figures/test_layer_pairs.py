@@ -22,19 +22,19 @@ def test_cells_hold_the_tables_numbers(table):
     trace, layout = figure.data[0], figure.layout
     assert list(layout.yaxis.ticktext) == list(layout.xaxis.ticktext) == SITES
     np.testing.assert_array_equal(trace.z, [[1.0, 0.9, 0.5], [np.nan, 1.0, 0.8], [np.nan, np.nan, 1.0]])
-    expected = "resid_pre.0 → resid_post.1<br>r2 vw 0.500<br>identity r2 vw 0.2<br>strength 0.001"
+    expected = "resid_pre.0 → resid_post.1<br>R2, variance-weighted 0.500<br>R2 of the identity 0.2<br>strength 0.001"
     assert trace.hovertext[0][2] == expected
     assert trace.hovertext[1][0] == ""
     assert (layout.coloraxis.cmin + layout.coloraxis.cmax) / 2 == pytest.approx(0)
     assert sorted((shape.x0 + 0.5, shape.y0 + 0.5) for shape in layout.shapes) == [(0, 0), (1, 1), (2, 2)]
     assert layout.yaxis.autorange == "reversed"
-    assert layout.title.text == "r2 vw from depth to depth"
+    assert layout.title.text == "R2, variance-weighted from depth to depth"
 
 
 def test_far_below_the_floor_is_drawn_as_the_floor_and_told_in_full(table):
     figure = layer_pairs(table, value="identity_r2_vw")
     assert figure.data[0].z[0][1] == -1
-    assert "identity r2 vw -40.000" in figure.data[0].hovertext[0][1]
+    assert "R2 of the identity -40.000" in figure.data[0].hovertext[0][1]
     assert figure.layout.coloraxis.cmin == -2 + 1
     assert layer_pairs(table, value="identity_r2_vw", floor=None).data[0].z[0][1] == -40
 

@@ -67,6 +67,7 @@ CASES = {
     "alibi": (None, {"is_causal": True, "alibi_slopes": torch.linspace(0.1, 1, HEADS)}),
     "alibi both ways": (None, {"alibi_slopes": torch.linspace(0.1, 1, HEADS)}),
     "sinks": (padding("left"), {"is_causal": True, "sinks": torch.linspace(-1, 2, HEADS)}),
+    "a sink far above all scores": (None, {"is_causal": True, "sinks": torch.linspace(-200, 200, HEADS)}),
     "sinks per query": (None, {"sinks": BIAS[..., :1].expand(3, -1, -1, -1)}),
     "sink and sliding": (None, {"is_causal": True, "sliding_window": 3, "sinks": torch.linspace(-1, 9, HEADS)}),
 }

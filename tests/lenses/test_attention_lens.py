@@ -235,7 +235,7 @@ def test_a_norm_of_another_kind_is_refused() -> None:
         def forward(self, x):
             return x.cumsum(-1)
 
-    with pytest.raises(ValueError, match="is no RMS norm or LayerNorm"):
+    with pytest.raises(ValueError, match="is neither an RMSNorm nor a LayerNorm"):
         folded_unembedding(Unembedding(Mixing(), random(10, 6)))
 
 
@@ -273,9 +273,9 @@ def test_closed_form_is_scikit_learns_ridge() -> None:
     np.testing.assert_allclose(mapped.intercept.numpy(), ridge.intercept_, atol=1e-9)
     total = ((y[120:] - y[:120].mean(0)) ** 2).sum()
     assert mapped.facts["validation_r2"] == pytest.approx(1 - min(errors) / float(total), abs=1e-9)
-    with pytest.raises(ValueError, match="give values above 0"):
-        closed_form_map(fit, validation, [0.0])
-    with pytest.raises(ValueError, match="1 rows to fit"):
+    with pytest.raises(ValueError, match="give finite ρ of 0 or more"):
+        closed_form_map(fit, validation, [-1.0])
+    with pytest.raises(ValueError, match="1 rows cannot be fitted to"):
         closed_form_map(PairMoments.from_rows(x[:1], y[:1]), validation)
 
 

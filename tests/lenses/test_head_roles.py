@@ -1,4 +1,6 @@
+import copy
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -6,10 +8,13 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 from microtome.capture import dissect, output_weights
+from microtome.capture.attention_seam import seam_observed
 from microtome.capture.batches import PaddingRecipe
-from microtome.lenses import head_pass, head_roles
+from microtome.kernels.attention_statistics import KeyRule
+from microtome.lenses import head_pass
 from microtome.lenses.head_roles import ROLE_SCORES, THRESHOLDS, WINDOWS
 from microtome.lenses.head_roles import head_roles as roles_of
+from microtome.lenses.head_scores import marked_scores
 
 KINDS = ["llama", "gpt2", "neox", "neox_sequential", "gemma2", "qwen3", "bert"]
 LENGTHS = (20, 33, 12, 28)
@@ -132,14 +137,13 @@ def test_output_norm_is_that_of_the_written_vectors(tiny):
 def test_induction_and_retrieval_are_the_marked_weights(tiny):
     model, texts = tiny("llama"), drawn_texts()
     seen = {}
-    original = head_roles.marked_scores
 
     def spy(made, name):
         seen[name] = made
-        return original(made, name)
+        return marked_scores(made, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_roles, "marked_scores", spy)
+        patch.setattr(sys.modules["microtome.lenses.head_roles"], "marked_scores", spy)
         found = roles_of(model, texts, with_fresh=False, copy_length=9, **QUICK).table
     for name, made in seen.items():
         weight, top, one = (np.zeros((3, 4)) for _ in range(3))
@@ -276,7 +280,7 @@ def test_a_model_outside_the_interface_is_refused_with_the_reason():
     ("options", "says"),
     [
         ({"thresholds": {"copying": 1}}, "thresholds has no role 'copying'"),
-        ({"documents": [1, 2]}, "documents has 2 entries for 4 texts"),
+        ({"documents": [1, 2]}, "2 documents for 4 texts"),
         ({"first_query": 40}, "no text reaches position 40: the longest has 33 tokens"),
         ({"made_texts": 0}, "must be at least 1"),
         ({"copy_length": 1}, "copies of 1 tokens"),
@@ -314,3 +318,49 @@ def test_every_role_has_a_score_a_threshold_and_a_control(tiny):
         assert {score, f"{score}_low", f"{score}_high", f"fresh_{score}"} <= set(found.table)
     assert {"induction_control", "retrieval_control", *(f"local_{w}" for w in WINDOWS)} <= set(found.table)
     assert found.provenance["heads"]["tokens"] == sum(LENGTHS)
+
+
+def statistics_of(model, ids, rules):
+    """Sums over all queries of each layer and head: on the previous token, on the rules, on everything."""
+    found = []
+
+    def observe(call, z):
+        held = call.statistics(rules=rules)
+        sums = (held.on_previous, *held.on_rules, held.total)
+        found.append(torch.stack([value[0].double().sum(-1) for value in sums]))
+
+    with torch.no_grad(), seam_observed(model, observe):
+        model(torch.tensor([ids]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_detector_of_transformer_lens_agrees(tiny, kind, tmp_path, word_tokenizer):
+    """Its score `mul` is sum(A M) / sum(A) over all queries of a text, from the first on: sums of our statistics.
+
+    Ours differ by definition: queries count from position 8, duplicates and targets count where there are some, the
+    first token is left to the sink, and induction is asked of repeated random tokens at the one place that continues.
+    Its induction mask is the duplicates' mask moved one column to the right, which is our rule "token before the key
+    equals the query's token" without the token itself; at s = t + 1, which its mask may mark, A is zero.
+    """
+    pytest.importorskip("transformer_lens")
+    from transformer_lens.head_detector import detect_head
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoTokenizer
+
+    model = tiny(kind)
+    model.save_pretrained(tmp_path)  # it reads configuration and tokenizer from a folder
+    word_tokenizer.save_pretrained(tmp_path)
+    bridge = TransformerBridge.boot_transformers(
+        str(tmp_path), hf_model=copy.deepcopy(model), tokenizer=AutoTokenizer.from_pretrained(tmp_path)
+    )
+    text = "the cat saw the dog and the cat saw the bird and a dog saw the cat"
+    ids = bridge.to_tokens(text)[0].tolist()
+    tokens = torch.tensor([ids])
+    before = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=-1)
+    ours = statistics_of(model, ids, [KeyRule(tokens, tokens), KeyRule(tokens, before, exclude_self=False)])
+    total = ours[:, -1]
+    names = ("previous_token_head", "duplicate_token_head", "induction_head")
+    for number, name in enumerate(names):
+        theirs = detect_head(bridge, text, name).double()
+        torch.testing.assert_close(ours[:, number] / total, theirs, atol=1e-5, rtol=0, msg=name)

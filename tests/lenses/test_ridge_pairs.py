@@ -7,10 +7,13 @@ import torch
 from microtome.lenses.canonical import canonical_correlations
 from microtome.lenses.linear_map import identity_map
 from microtome.lenses.map_scores import map_scores
+from microtome.lenses.moments import Moments
+from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.pair_splits import pair_splits
 from microtome.lenses.ridge_map import ridge_map
 from microtome.lenses.ridge_pairs import ridge_pairs
 from microtome.lenses.simple_maps import scale_map, shift_map
+from microtome.lenses.strata import TokenRule
 
 KINDS = ("r2_vw", "r2_ua", "r2_wh")
 
@@ -63,6 +66,46 @@ def test_chosen_pairs_keep_their_order_and_maps_only_on_request(stream_moments):
     assert list(found.on_edge()["edge"]) == [edge for edge in found.table["edge"] if edge]
     named = ridge_pairs(stream_moments, pairs[:1], keep_maps=True).maps[pairs[0]]
     assert (named.source, named.target, named.facts["stratum"]) == ("resid_post.2", "resid_pre.0", "rest")
+
+
+def test_accumulated_moments_give_what_rows_give(stream_moments):
+    """`Moments`, with shards by document, first tokens apart, and the shuffled pairing."""
+    values = {name: rows.float() for name, rows in stream_moments.values.items()}
+    document = torch.arange(1000) // 10
+    moments = Moments(dict.fromkeys(values, 8), rule=TokenRule(massive=False), shuffled=True)
+    moments.update(
+        values,
+        documents=document.tolist(),
+        position=torch.arange(1000) % 10,
+        is_special=torch.zeros(1000, dtype=torch.bool),
+        text=document,
+    )
+    moments.finish()
+    found = ridge_pairs(moments).table.set_index(["source", "target"])["r2_vw"]
+    shard = torch.from_numpy(moments.split.numbers(document.tolist()))
+    is_rest = torch.arange(1000) % 10 > 0
+    for (source, target), value in found.items():
+        parts = [PairMoments.from_rows(values[source][rows], values[target][rows]) for rows in _shards(shard, is_rest)]
+        alone = ridge_map(*parts[:2]).map
+        assert value == pytest.approx(map_scores(alone, parts[2], parts[0]).r2_vw, abs=2e-4)
+    assert (ridge_pairs(moments, shuffled=True).table["r2_vw"].abs() < 0.1).all()
+
+
+def _shards(shard, is_rest):
+    return [(shard == number) & is_rest for number in range(3)]
+
+
+def test_the_table_as_a_matrix(stream_moments):
+    found = ridge_pairs(stream_moments, [("resid_post.2", "resid_pre.0"), ("resid_pre.0", "resid_post.1")])
+    matrix = found.matrix("identity_r2_vw")
+    assert (list(matrix.index), list(matrix.columns)) == (
+        ["resid_post.2", "resid_pre.0"],
+        ["resid_pre.0", "resid_post.1"],
+    )
+    assert matrix.loc["resid_pre.0", "resid_post.1"] == found.table["identity_r2_vw"].iloc[1]
+    assert np.isnan(matrix.loc["resid_post.2", "resid_post.1"])
+    with pytest.raises(KeyError, match="no column 'r2'"):
+        found.matrix("r2")
 
 
 def test_shuffled_pairing_explains_nothing(stream_moments):
