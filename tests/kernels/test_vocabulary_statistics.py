@@ -167,6 +167,12 @@ def test_copies_of_a_token_are_ties_in_real_products() -> None:
     weight[1500:] = weight[:1500]
     hidden = torch.randn(9, 30, 96, generator=generator)
     targets = torch.arange(30) * 50 + 1500
+    last = torch.arange(2990, 3000).repeat(3)
+    tail, head = (
+        vocabulary_statistics(hidden[:1], weight, targets=ids, rows=1, block=2990).target_rank
+        for ids in (last, last - 1500)
+    )
+    assert torch.equal(tail, head + 1)
     for block in (1024, 700, 33):
         found = vocabulary_statistics(hidden, weight, targets=targets, top=6, block=block)
         pairs = found.top_ids.view(9, 30, 3, 2)
@@ -200,7 +206,7 @@ def test_large_logits_stay_finite() -> None:
 def test_a_state_with_nan_gives_no_number() -> None:
     inputs = case()
     inputs["hidden"][0, 5, 3] = torch.nan
-    inputs["final"][7, 0] = torch.nan
+    inputs["final"][7, 0] = inputs["hidden"][1, 7, 0] = torch.nan
     found = vocabulary_statistics(**inputs, block=128)
     assert_same(found, vocabulary_statistics_reference(**inputs), TOLERANCE[torch.float32])
     assert found.top_ids[0, 5].tolist() == [-1] * 5
