@@ -12,7 +12,7 @@ from microtome.lenses.pair_splits import pair_splits
 from microtome.lenses.ridge_pairs import ridge_pairs
 from microtome.lenses.token_windows import token_windows
 
-SITES = ["resid_pre.0", "resid_post.9", "resid_post.10", "resid_post.14"]
+SITES = ["resid_pre.0", "resid_post.11", "resid_post.12", "resid_post.16"]
 
 
 @pytest.mark.slow
