@@ -12,14 +12,14 @@ from microtome.lenses.pair_splits import pair_splits
 from microtome.lenses.ridge_pairs import ridge_pairs
 from microtome.lenses.token_windows import token_windows
 
-SITES = ["resid_pre.0", "resid_post.9", "resid_post.10", "resid_post.14"]
+SITES = ["resid_pre.0", "resid_post.11", "resid_post.12", "resid_post.16"]
 
 
 @pytest.mark.slow
 @pytest.mark.network
 def test_maps_between_depths_of_a_real_model():
     model = load_model("smollm2")
-    table = plain_english(["brown"], characters=30_000)
+    table = plain_english(["brown"], characters=40_000, passage=1000)
     windows = token_windows(model, table["text"], documents=table["document"].astype("category").cat.codes, length=128)
     moments = moments_of(model, windows.texts, SITES, documents=windows.documents, shuffled=True, progress=False)
     found = ridge_pairs(moments)
