@@ -17,7 +17,7 @@ from typing import Any
 from microtome.capture.sites import Site
 
 SiteKey = str | Site | tuple
-Pairs = str | int | Site | Sequence[tuple[SiteKey, SiteKey]]
+Pairs = str | int | Site | Sequence[tuple]  # of (source, target)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ class TokenRule:
     special: bool = True
     massive: bool = True
     looked_at: tuple[str, ...] | None = None
-    above: float = 100.0
-    times: float = 1000.0
+    above: int | float = 100.0
+    times: int | float = 1000.0
 
     def __post_init__(self):
         if not (self.above >= 0 and self.times >= 0):
@@ -69,7 +69,7 @@ class TokenRule:
         position: Int64[Tensor, " token"],
         is_special: Bool[Tensor, " token"],
         residuals: Mapping[str, Tensor],
-        medians: Mapping[str, float],
+        medians: Mapping[str, float | int],
     ) -> Int64[Tensor, " token"]:
         """The reason of each token, as a number of `REASONS`, 0 where there is none; on the CPU.
 
@@ -90,7 +90,11 @@ class TokenRule:
 
 
 def massive_tokens(
-    rows: Float[Tensor, "token d_model"], median: float, *, above: float = 100.0, times: float = 1000.0
+    rows: Float[Tensor, "token d_model"],
+    median: int | float,
+    *,
+    above: int | float = 100.0,
+    times: int | float = 1000.0,
 ) -> Bool[Tensor, " token"]:
     """Where max|r| is above both thresholds; median: of |r| at ordinary tokens of this site."""
     if not rows.numel():

@@ -13,7 +13,7 @@ def rows():
 
 def test_a_token_is_massive_when_both_thresholds_are_passed(rows):
     median = ordinary_median(rows, torch.ones(6, dtype=torch.bool))
-    assert 0.6 < median < 0.75  # of |N(0, 1)|: 0.674
+    assert 0.55 < median < 0.8  # of |N(0, 1)|: 0.674
     rows[1, 7], rows[2, 7], rows[3, 7] = 2000.0, -2000.0, 500.0
     assert massive_tokens(rows, median).tolist() == [False, True, True, False, False, False]
     assert massive_tokens(rows, median, times=500).tolist() == [False, True, True, True, False, False]
@@ -22,8 +22,8 @@ def test_a_token_is_massive_when_both_thresholds_are_passed(rows):
 
 
 def test_the_median_leaves_first_and_special_tokens_out(rows):
-    rows[0] = 1e6
-    ordinary = torch.tensor([False, True, True, True, True, True])
+    rows[:4] = 1e6
+    ordinary = torch.tensor([False, False, False, False, True, True])
     assert ordinary_median(rows, ordinary) < 1
     assert ordinary_median(rows[:1], ordinary[:1]) == 1e6  # nothing else there
 
