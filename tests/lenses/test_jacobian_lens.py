@@ -111,10 +111,12 @@ tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 bridge = TransformerBridge.boot_transformers(folder, hf_model=model, tokenizer=tokenizer, device="cpu")
 texts = json.load(open(folder + "/texts.json"))
-lens = JacobianLens.fit(bridge, texts, skip_first_positions=3, dim_batch=8, max_seq_len=32, show_progress=False)
+settings = {"corpus": "words", "skip_first_positions": 3, "dim_batch": 8, "max_seq_len": 32, "show_progress": False}
+lens = JacobianLens.fit(bridge, texts, **settings)
 lens.save(folder + "/theirs.pt", dtype=torch.float32)
 ours = JacobianLens.load(folder + "/ours.pt")
-json.dump({"tokens": [bridge.to_tokens(t)[0].tolist() for t in texts], "ours": ours.source_layers}, open(folder + "/said.json", "w"))
+said = {"tokens": [bridge.to_tokens(t)[0].tolist() for t in texts], "ours": ours.source_layers}
+json.dump(said, open(folder + "/said.json", "w"))
 """
 
 

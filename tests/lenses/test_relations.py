@@ -188,7 +188,11 @@ def test_inverse_of_limited_rank():
 
 @pytest.mark.parametrize(
     ("depths", "message"),
-    [([], "at least one prompt and one depth"), ([3], "depth 3 holds o itself"), ([-1], "depth -1 is not there")],
+    [
+        ([], "at least one prompt and one depth"),
+        ([3], "depth 3 is not before o at depth 3"),
+        ([-1], "depth -1 is not there"),
+    ],
 )
 def test_bad_depths(loaded, depths, message):
     model = loaded("llama")
