@@ -13,7 +13,9 @@ they do not depend on s. Depth l is the stream that enters block l; depth L, aft
 
 pinv_r keeps the r largest singular values. beta > 1 makes up for J being too small at its own points (the paper's 2.25
 on GPT-J); it is chosen, with depth and r, on other pairs: `relation_study`.
-Beware: half precision makes J noise: load the model in float32. First tokens alone are compared.
+Beware: above depth 0 the tokens behind the subject have read it already, and J holds them fixed: even on an affine
+model LRE is exact at depth 0 alone. Half precision makes J noise: load the model in float32. First tokens alone are
+compared.
 """
 
 from collections.abc import Iterator, Sequence

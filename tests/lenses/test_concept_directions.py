@@ -4,8 +4,7 @@ import torch
 from microtome.capture.models import LoadedModel
 from microtome.lenses.concept_directions import concept_directions, concept_study, mean_directions
 from microtome.lenses.relation_prompts import relation_prompts
-from microtome.lenses.relations import RelationOperator, relation_operator, relation_states
-from microtome.lenses.unembedding import unembedding_of
+from microtome.lenses.relations import RelationOperator, relation_operator
 
 WORDS = [
     *("cat", "dog", "bird", "film", "book", "day", "man", "woman", "child"),
@@ -72,31 +71,36 @@ def test_bad_input():
         concept_directions(operator, 4, 6, s, names)
 
 
-@pytest.fixture
-def knowing(tiny, word_tokenizer):
-    """A model and pairs whose objects are what the model says."""
-    model = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="tiny")
-    template, end = "the {subject} is a", unembedding_of(model)
-    prompts = relation_prompts(model, [(word, "cat") for word in WORDS], template)
-    said = relation_states(model, prompts, [1], end).said.tolist()
-    return model, template, [(w, word_tokenizer.decode([t])) for w, t in zip(WORDS, said, strict=True)]
-
-
 @pytest.mark.parametrize("target", [None, 2])
-def test_a_study_has_every_method_on_the_same_subjects(knowing, target):
-    model, template, pairs = knowing
-    # two objects, so that each has many subjects
-    said = [thing for _, thing in pairs]
-    common = max(set(said), key=said.count)
-    prompts = relation_prompts(model, pairs[:3], template)
-    operator = relation_operator(model, prompts, [1], target=target)
-    if sum(said.count(thing) >= 3 for thing in set(said)) < 2:
-        with pytest.raises(ValueError, match="Concept directions need two such objects"):
-            concept_study(model, pairs, template, operator, 1, target=target, ranks=(8, 32))
-        return
-    study = concept_study(model, pairs, template, operator, 1, target=target, ranks=(8, 32))
-    assert common in study.directions.names
+def test_a_study_has_every_method_on_the_same_subjects(tiny, word_tokenizer, monkeypatch, target):
+    from microtome.lenses import concept_directions as module
+
+    real = module.relation_states
+
+    def all_known(*arguments, **settings):
+        states = real(*arguments, **settings)
+        return type(states)(states.depths, states.subject, states.object, states.wanted, states.wanted)
+
+    monkeypatch.setattr(module, "relation_states", all_known)
+    model = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="tiny")
+    template = "the {subject} is a"
+    pairs = [(word, ("cat", "dog", "man")[number % 3]) for number, word in enumerate(WORDS)]
+    operator = relation_operator(model, relation_prompts(model, pairs[:2], template), [1], target=target)
+    study = concept_study(
+        model, pairs, template, operator, 1, examples=pairs[:1], target=target, ranks=(8, 32, 64), seed=1
+    )
+    assert study.directions.names == ("cat", "dog", "man")
+    # 12 pairs besides the example, three or more to an object: a quarter tests
+    assert study.table.groupby("score")["count"].unique().map(list).to_dict() == {"accuracy": [3], "causality": [3]}
     assert study.rank in (8, 32)
-    assert study.table.groupby("score")["count"].nunique().tolist() == [1, 1]
     assert study.table["share"].between(0, 1).all()
-    assert len(study.choice) == 2
+    assert study.choice["rank"].tolist() == [8, 32]
+
+
+def test_a_relation_of_one_subject_to_an_object_has_no_concepts(tiny, word_tokenizer):
+    model = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="tiny")
+    template = "the {subject} is a"
+    pairs = [(word, WORDS[number - 1]) for number, word in enumerate(WORDS)]
+    operator = RelationOperator((1,), torch.eye(32)[None], torch.zeros(1, 32))
+    with pytest.raises(ValueError, match="0 objects have three subjects that the model knows"):
+        concept_study(model, pairs, template, operator, 1)
