@@ -13,6 +13,8 @@ import typer
 from pydantic.fields import FieldInfo
 
 from microtome.app.config import DemoConfig
+from microtome.app.heads_commands import add_heads
+from microtome.app.lens_commands import lens
 from microtome.app.probe_config import ProbeConfig, given_columns
 from microtome.app.settings_file import as_yaml, holds_setting, read_settings
 from microtome.app.user_errors import user_errors
@@ -27,6 +29,7 @@ app = typer.Typer(
 models = typer.Typer(no_args_is_help=True)
 data = typer.Typer(no_args_is_help=True)
 store = typer.Typer(no_args_is_help=True)
+app.command("lens")(lens)
 app.add_typer(models, name="models", help="What models there are, and what is known of one.")
 app.add_typer(data, name="data", help="Labelled data sets from registry packages.")
 app.add_typer(store, name="store", help="Folders of kept activations.")
@@ -305,6 +308,9 @@ def export_store(
         from microtome.app import store_commands
 
         store_commands.export_store(path, out, format=form, sites=site, rows=rows, as_json=as_json)
+
+
+add_heads(app)
 
 
 def _exit_unless(is_well: bool) -> None:

@@ -27,6 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from microtome.kernels.attention_rows import attention_rows
+from microtome.kernels.attention_statistics import AttentionStatistics, attention_statistics
 
 PREFIX = "microtome_"
 
@@ -82,6 +83,17 @@ class SeamCall:
             TypeError: the mask is an object of the implementation (flex attention) from which rows cannot be read.
             ValueError: a head or row is out of range.
         """
+        mask, settings = self._pattern_settings()
+        return attention_rows(self.query, self.key, mask, heads=heads, queries=queries, **settings)
+
+    def statistics(self, **asked: Any) -> AttentionStatistics:
+        """Statistics of this call's pattern; `asked` are the options of `kernels.attention_statistics` that choose
+        them (windows, rules, marked, first_key). Without z. Raises TypeError as `pattern_rows` does."""
+        mask, settings = self._pattern_settings()
+        return attention_statistics(self.query, self.key, None, mask, with_z=False, **settings, **asked)
+
+    def _pattern_settings(self) -> tuple[Tensor | None, dict[str, Any]]:
+        """The mask, and what else decides the pattern, as the kernels name it."""
         if self.mask is not None and not isinstance(self.mask, Tensor):
             raise TypeError(
                 f"{type(self.module).__name__} with {self.implementation!r} attention passes a "
@@ -98,20 +110,15 @@ class SeamCall:
         elif not is_flash:
             is_causal = bool(is_causal) and self.mask is None and n_queries > 1
         scaling = self.options.get("scaling")
-        return attention_rows(
-            self.query,
-            self.key,
-            self.mask,
-            scaling=self.query.shape[-1] ** -0.5 if scaling is None else scaling,
-            heads=heads,
-            queries=queries,
-            is_causal=bool(is_causal),
-            causal_offset=n_keys - n_queries if is_flash else 0,
-            sliding_window=self.options.get("sliding_window") if is_flash else None,
-            softcap=self.options.get("softcap"),
-            sinks=self.options.get("s_aux", self.options.get("sinks")),
-            position_bias=self.options.get("position_bias"),
-        )
+        return self.mask, {
+            "scaling": self.query.shape[-1] ** -0.5 if scaling is None else scaling,
+            "is_causal": bool(is_causal),
+            "causal_offset": n_keys - n_queries if is_flash else 0,
+            "sliding_window": self.options.get("sliding_window") if is_flash else None,
+            "softcap": self.options.get("softcap"),
+            "sinks": self.options.get("s_aux", self.options.get("sinks")),
+            "position_bias": self.options.get("position_bias"),
+        }
 
 
 @runtime_checkable

@@ -65,6 +65,12 @@ class LinearMap:
         """Width of y."""
         return self.weight.shape[1]
 
+    @property
+    def description(self) -> dict[str, object]:
+        """Every field but the tensors, for JSON."""
+        names = ("kind", "source", "target", "strength", "rank")
+        return {name: getattr(self, name) for name in names} | {"facts": dict(self.facts)}
+
     def __call__(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any d_out"]:
         """x W + c in x's dtype and on its device.
 
@@ -108,15 +114,7 @@ class LinearMap:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        facts = {
-            "format": _FORMAT,
-            "kind": self.kind,
-            "source": self.source,
-            "target": self.target,
-            "strength": self.strength,
-            "rank": self.rank,
-            "facts": dict(self.facts),
-        }
+        facts = {"format": _FORMAT, **self.description}
         json.dumps(facts)
         tensors = {"weight": self.weight.detach().cpu(), "intercept": self.intercept.detach().cpu()}
         written = write_safetensors(

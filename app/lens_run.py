@@ -1,0 +1,341 @@
+"""`microtome lens`: what the depths of a model say in words, as a run folder with tables, figures and a report.
+
+    <out>/<name>/          config.yaml, provenance, tables, figures, report.html, values/lens.json, tuned/ (if trained)
+    <out>/.<name>.fits/    moments, training and statistics so far; deleted at the end
+    <out>/.<name>.lock     held by the one process that makes the run; deleted at the end
+
+Stopped or killed at any moment, the same command goes on; the run folder appears whole. Where a lens is fitted, three
+of five documents are for that and the curves are of the others.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from filelock import FileLock, Timeout
+
+from microtome.app.lens_config import LensConfig
+from microtome.app.machine import can_write
+from microtome.capture.fingerprint import file_fingerprint
+from microtome.capture.models import LoadedModel, load_model
+from microtome.data.catalogue import DATA_SETS, load_data
+from microtome.data.replaced_file import replaced_file
+from microtome.data.runs import Run
+from microtome.data.spoken import spoken_seconds
+from microtome.figures.lens_curves import lens_curves
+from microtome.figures.lens_table import lens_table as lens_table_figure
+from microtome.figures.report import Section, html_report
+from microtome.lenses.early_exit import early_exits
+from microtome.lenses.lens import Lens, depths_of, logit_lens_of
+from microtome.lenses.lens_statistics import LensStatistics, join_statistics, lens_statistics
+from microtome.lenses.lens_statistics_files import read_statistics, write_statistics
+from microtome.lenses.lens_table import lens_table
+from microtome.lenses.ridge_lens import ridge_to_last, translated_lens
+from microtome.lenses.tuned_files import FACTS
+from microtome.lenses.tuned_lens import TunedLens
+from microtome.lenses.tuned_training import TunedSettings, fit_tuned_lens
+
+MARKER = "lens"
+TEXTS_OF_A_PART = 16
+FITTED_SHARE = 0.6
+SHOWN_TOKENS = 14
+
+
+@dataclass(frozen=True, eq=False)
+class LensRun:
+    """A finished run: its folder, and its tables by name (`cells`, `curves`, `early_exit`, `training`)."""
+
+    path: Path
+    tables: dict[str, pd.DataFrame]
+
+
+def run_lens(config: LensConfig, *, progress: bool = True, say: Any = print) -> LensRun:
+    """Make the run, or read it if it is there already.
+
+    Raises FileExistsError for another run of that name, BlockingIOError for one that another process makes, ValueError
+    and KeyError for a model, data set or lens that cannot be used.
+    """
+    path = config.out.expanduser().resolve() / (config.name or _default_name(config))
+    settings = _compared(config)
+    if _is_finished(path):
+        say(f"{path.name} is finished already.")
+        return _finished(path, settings)
+    if path.exists():
+        raise FileExistsError(f"{path} is there and no finished lens run. Give this run another name (--name).")
+    Run.require_free(path.parent, path.name)
+    if not can_write(path.parent):
+        raise PermissionError(f"{path.parent} cannot be written to. Give another folder of runs (--out).")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        return _finished(path, settings) if _is_finished(path) else _made(config, path, settings, progress)
+
+
+def _made(config: LensConfig, path: Path, settings: dict, progress: bool) -> LensRun:
+    started = time.perf_counter()
+    model = load_model(config.model)
+    kept = path.with_name(f".{path.name}.fits")
+    _require_same_fits(kept, settings, path)
+    fitting, reading = _texts(config, model)
+    lenses, tuned = _lenses(config, model, fitting, kept, progress)
+    tables: dict[str, pd.DataFrame] = {}
+    if config.text is not None:
+        found = lens_table(model, config.text, lenses, top=config.top, truncate="right", max_length=config.max_length)
+        tables["cells"] = found.table
+    if reading is not None:
+        statistics = _statistics(config, model, lenses, reading, kept, progress)
+        tables["curves"] = pd.concat(
+            [each.curve(sinks=sinks, seed=config.seed) for each in statistics.values() for sinks in ("without", "with")],
+            ignore_index=True,
+        )
+        tables["early_exit"] = early_exits(statistics, seed=config.seed).table
+    if tuned is not None and config.fit_tuned:
+        tables["training"] = tuned.history
+    run = Run.create(kept, path.name, _repeatable(config), seed=config.seed, overwrite=True)
+    seconds = time.perf_counter() - started
+    run.record(model=model.provenance.to_dict(), seconds=round(seconds, 3))
+    for name, table in tables.items():
+        run.write_table(name, table)
+    figures = _figures(tables)
+    for name, figure in figures.items():
+        run.write_figure(name, figure)
+    if tuned is not None and config.fit_tuned:
+        tuned.save(run.path / "tuned")
+    run.write_report(
+        html_report(
+            f"{config.model}: {', '.join(config.lenses)} lens",
+            _sections(tables, figures),
+            lead=f"What the stream says at every depth when the model's own end reads it; this took "
+            f"{spoken_seconds(seconds)}. KL and entropy in nats.",
+            provenance=run.provenance,
+            command=f"microtome lens --config {shlex.quote(str(path / 'config.yaml'))}",
+        )
+    )
+    run.write_json(MARKER, {"settings": settings})
+    os.replace(run.path, path)
+    shutil.rmtree(kept, ignore_errors=True)
+    return LensRun(path, tables)
+
+
+def _texts(config: LensConfig, model: LoadedModel) -> tuple[tuple[list, list] | None, tuple[list, list] | None]:
+    """(texts, documents) to fit on, and to read; None where there are none."""
+    if config.data is None:
+        return None, None
+    data = load_data(config.data, texts=config.texts, seed=config.seed)
+    documents = pd.factorize(data.table[DATA_SETS[config.data].group])[0]
+    texts = data.texts
+    if not (config.fit_tuned or "ridge" in config.lens):
+        return None, (texts, documents.tolist())
+    names = np.unique(documents)
+    if len(names) < 5:
+        raise ValueError(f"the {len(texts)} texts are {len(names)} documents; fitting needs 5. Give more (--texts).")
+    order = np.random.default_rng([config.seed, 7]).permutation(len(names))
+    fitted = np.isin(documents, names[order[: round(FITTED_SHARE * len(names))]])
+
+    def of(rows: np.ndarray) -> tuple[list, list]:
+        return [text for text, keep in zip(texts, rows, strict=True) if keep], documents[rows].tolist()
+
+    return of(fitted), of(~fitted)
+
+
+def _lenses(
+    config: LensConfig, model: LoadedModel, fitting: tuple[list, list] | None, kept: Path, progress: bool
+) -> tuple[list[Lens], TunedLens | None]:
+    last = len(depths_of(model)) - 1
+    depths = None if config.depths is None else sorted(set(config.depths) - {last})
+    if depths is not None and any(not 0 <= depth < last for depth in depths):
+        raise ValueError(f"depths are {list(config.depths)}. This model has depths 0 to {last}.")
+    cut = {"truncate": "right", "max_length": config.max_length}
+    maps, tuned = None, None
+    if "ridge" in config.lens or (config.fit_tuned and config.start == "ridge"):
+        maps = ridge_to_last(
+            model,
+            fitting[0],
+            documents=fitting[1],
+            depths=depths,
+            save=kept / "moments",
+            checkpoint_minutes=2.0,
+            seed=config.seed,
+            progress=progress,
+            **cut,
+        )
+    if config.fit_tuned:
+        how = TunedSettings(
+            steps=config.steps, tokens=config.tokens, optimizer=config.optimizer, rate=config.used_rate, seed=config.seed
+        )
+        try:
+            tuned = fit_tuned_lens(
+                model,
+                fitting[0],
+                documents=fitting[1],
+                depths=depths,
+                start=maps if config.start == "ridge" else "zero",
+                settings=how,
+                checkpoint=kept / "training",
+                progress=progress,
+                **cut,
+            )
+        except FloatingPointError as error:
+            raise ValueError(f"{error} (--rate, --start zero)") from error
+    elif config.tuned is not None:
+        tuned = TunedLens.load(config.tuned.expanduser())
+    known = depths_of(model)
+    sites = None if depths is None else [*(known[depth] for depth in depths), known[-1]]
+    made = {
+        "logit": lambda: logit_lens_of(model, sites),
+        "ridge": lambda: translated_lens(model, maps),
+        "tuned": lambda: tuned.lens(model),
+    }
+    return [made[name]() for name in config.lenses], tuned
+
+
+def _statistics(
+    config: LensConfig,
+    model: LoadedModel,
+    lenses: Sequence[Lens],
+    reading: tuple[list, list],
+    kept: Path,
+    progress: bool,
+) -> dict[str, LensStatistics]:
+    """Part after part, each kept as soon as it is there."""
+    folder = kept / "statistics"
+    folder.mkdir(parents=True, exist_ok=True)
+    texts, documents = reading
+    parts: dict[str, list[LensStatistics]] = {lens.name: [] for lens in lenses}
+    for start in range(0, len(texts), TEXTS_OF_A_PART):
+        files = {lens.name: folder / f"{start:06d}-{lens.name}.safetensors" for lens in lenses}
+        if all(file.is_file() for file in files.values()):
+            found = {name: read_statistics(file) for name, file in files.items()}
+        else:
+            rows = slice(start, start + TEXTS_OF_A_PART)
+            found = lens_statistics(
+                model,
+                texts[rows],
+                lenses,
+                documents=documents[rows],
+                top=config.top,
+                progress=progress,
+                truncate="right",
+                max_length=config.max_length,
+            )
+            for name, file in files.items():
+                write_statistics(file, found[name])
+        for name, each in found.items():
+            parts[name].append(each)
+    return {name: join_statistics(each) for name, each in parts.items()}
+
+
+def _figures(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
+    figures = {}
+    if "cells" in tables:
+        last = int(tables["cells"]["position"].max()) + 1
+        for name, rows in tables["cells"].groupby("lens", sort=False):
+            shown = (max(0, last - SHOWN_TOKENS), last)
+            figures[f"table_{name}"] = lens_table_figure(rows, positions=shown)
+    if "curves" in tables:
+        plain = tables["curves"][tables["curves"]["sinks"] == "without"]
+        for value in ("kl", "agrees", "cross_entropy"):
+            figures[f"curve_{value}"] = lens_curves(plain, value=value)
+    return figures
+
+
+def _sections(tables: dict[str, pd.DataFrame], figures: dict[str, Any]) -> list[Section]:
+    sections = []
+    for name, figure in figures.items():
+        kind, _, of = name.partition("_")
+        if kind == "table":
+            cells = tables["cells"][tables["cells"]["lens"] == of]
+            shown = cells[["depth", "position", "token", "word", "prob", "kl", "entropy", "rank", "final_word"]]
+            sections.append(Section(f"The text under the {of} lens", figure=figure, table=shown, table_name=name))
+        else:
+            table = tables["curves"] if of == "kl" else None
+            caption = "Without first tokens and BOS; bands are 95 % intervals of a bootstrap over documents."
+            sections.append(
+                Section(f"By depth: {of.replace('_', ' ')}", figure=figure, caption=caption, table=table, table_name=of)
+            )
+    if "early_exit" in tables:
+        says = (
+            "Thresholds are tuned on half of the documents and reported on the others. A product with the unembedding "
+            "is counted at every depth that is tried (head_products); keys and values of skipped blocks are not made."
+        )
+        sections.append(Section("Early exit", text=says, table=tables["early_exit"], table_name="early_exit"))
+    if "training" in tables:
+        sections.append(Section("Training of the tuned lens", table=tables["training"], table_name="training"))
+    return sections
+
+
+def _default_name(config: LensConfig) -> str:
+    stem = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in Path(config.model).stem)
+    parts = ["lens", stem.strip("-") or "model", *([config.data] if config.data else []), *config.lenses]
+    return "--".join([*parts, *(["text"] if config.text else [])])
+
+
+def _compared(config: LensConfig) -> dict:
+    """What makes two runs the same."""
+    settings = config.model_dump(mode="json", exclude={"out", "name", "tuned"})
+    facts = None if config.tuned is None else config.tuned.expanduser() / FACTS
+    return settings | {"tuned": file_fingerprint(facts) if facts is not None and facts.is_file() else str(facts)}
+
+
+def _repeatable(config: LensConfig) -> LensConfig:
+    paths = {name: getattr(config, name) for name in ("tuned", "out")}
+    absolute = {name: Path(os.path.abspath(path.expanduser())) for name, path in paths.items() if path is not None}
+    return config.model_copy(update=absolute)
+
+
+def _is_finished(path: Path) -> bool:
+    return (path / "values" / f"{MARKER}.json").is_file()
+
+
+def _finished(path: Path, settings: dict) -> LensRun:
+    run = Run.open(path)
+    _require_same(run.json(MARKER)["settings"], settings, path)
+    return LensRun(path, {name: run.table(name) for name in run.tables})
+
+
+def _require_same(held: dict, settings: dict, path: Path) -> None:
+    if changed := [key for key in settings if held.get(key) != settings[key]]:
+        said = "; ".join(f"{key} was {held.get(key)}, is {settings[key]}" for key in changed[:3])
+        raise FileExistsError(f"{path} was made with other settings ({said}). Give this run another name (--name).")
+
+
+def _require_same_fits(kept: Path, settings: dict, path: Path) -> None:
+    """Fits of an interrupted run are gone on with, those of other settings refused."""
+    kept.mkdir(parents=True, exist_ok=True)
+    file = kept / "settings.json"
+    if file.is_file():
+        held = json.loads(file.read_text(encoding="utf-8"))
+        if held != settings:
+            raise FileExistsError(
+                f"{kept} holds a stopped run of that name with other settings. Give this run another name (--name), or "
+                "remove that folder."
+            )
+        return
+    with replaced_file(file) as scratch:
+        scratch.write_text(json.dumps(settings), encoding="utf-8")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """The right to make a run, for one process at a time; a killed one loses it."""
+    file = path.with_name(f".{path.name}.lock")
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise BlockingIOError(
+            f"{path} is being made by another process. Wait for it, or give this run another name (--name)."
+        ) from error
+    try:
+        yield
+        file.unlink(missing_ok=True)
+    finally:
+        lock.release()

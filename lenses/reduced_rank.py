@@ -1,0 +1,139 @@
+"""The best map of every rank from one decomposition: reduced-rank regression, in the raw or the whitened metric.
+
+    M = C^T diag(1/(w+λ)) C = W_λ^T (S_xx + λ) W_λ                        what the full map W_λ explains
+    raw:       W_k = W_λ Q_k Q_k^T,                            Q = eigenvectors of M              (Izenman 1975)
+    whitened:  W_k = W_λ S^(-1/2) U_k U_k^T S^(1/2),           U = eigenvectors of S^(-1/2) M S^(-1/2),  S = S_yy
+
+λ = 0 gives the optimum among all maps of rank k: in the whitened metric its R2 in sample is exactly sum_{i<=k} r_i^2/d,
+the canonical ceiling. Truncating the singular values of W itself (`truncated_map`, what the code of arXiv 2508.17540
+does) is the best in neither metric; with channels of unlike variance its R2 can be far below 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from microtome.lenses.linear_map import LinearMap
+from microtome.lenses.map_scores import WHITENING_FLOOR
+from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.source_basis import SourceBasis, source_basis
+
+METRICS = ("whitened", "raw")
+
+
+@dataclass(frozen=True, eq=False)
+class ReducedRank:
+    """Maps of every rank: W_k = left[:, :k] right[:k].
+
+    Attributes:
+        gains: what each further direction explains in the fit shard, descending: r_i^2 (whitened) or a sum of
+            squares (raw), at strength 0.
+        metric: "whitened" or "raw".
+        strength: ρ of the full map.
+    """
+
+    left: Float64[Tensor, "d_in direction"]
+    right: Float64[Tensor, "direction d_out"]
+    gains: Float64[Tensor, " direction"]
+    mean_x: Float64[Tensor, " d_in"]
+    mean_y: Float64[Tensor, " d_out"]
+    metric: str
+    strength: float
+    count: int
+
+    @property
+    def full_rank(self) -> int:
+        """Largest rank there is."""
+        return len(self.gains)
+
+    def at(self, rank: int) -> LinearMap:
+        """The map of this rank; rank 0 is the mean.
+
+        Raises:
+            ValueError: a negative rank, or one above `full_rank`.
+        """
+        if not 0 <= rank <= self.full_rank:
+            raise ValueError(f"rank {rank}; there are ranks 0 to {self.full_rank}.")
+        weight = self.left[:, :rank] @ self.right[:rank]
+        return LinearMap(
+            weight,
+            self.mean_y - self.mean_x @ weight,
+            f"reduced rank, {self.metric}",
+            strength=self.strength,
+            rank=rank,
+            facts={"count": self.count},
+        )
+
+
+def reduced_rank(
+    fit: PairMoments,
+    *,
+    metric: str = "whitened",
+    strength: int | float = 0.0,
+    penalty: str = "isotropic",
+    basis: SourceBasis | None = None,
+) -> ReducedRank:
+    """Maps of every rank; any of them costs one product.
+
+    strength: ρ of the ridge map that is reduced, 0 for least squares; `ridge_map(...).path.strength` is the chosen.
+    basis: of this source and penalty, where it is there already.
+    Raises:
+        ValueError: another metric or penalty, a negative strength, fewer than two rows.
+    """
+    if metric not in METRICS:
+        raise ValueError(f"metric is {metric!r}; there are {METRICS}.")
+    if not 0 <= strength < torch.inf:
+        raise ValueError(f"strength is {strength}; give a finite ρ of 0 or more.")
+    basis = source_basis(fit, penalty) if basis is None else basis
+    loadings = basis.rotated(fit.xy)
+    damping = basis.damping_of(strength * basis.unit)
+    roots = damping.sqrt()[:, None] * loadings  # M = roots^T roots
+    onto, back = _metric(fit.yy, metric)
+    _, values, axes = torch.linalg.svd(roots @ onto, full_matrices=False)
+    left = basis.transform @ (damping[:, None] * (loadings @ (onto @ axes.T)))
+    rank = min(basis.kept_rank, onto.shape[1])
+    return ReducedRank(
+        left[:, :rank],
+        (axes @ back)[:rank],
+        values[:rank].square(),
+        fit.mean_x,
+        fit.mean_y,
+        metric,
+        float(strength),
+        fit.count,
+    )
+
+
+def truncated_map(found: LinearMap, fit: PairMoments, rank: int) -> LinearMap:
+    """The first singular directions of a map's weight, its intercept fitted again. A published baseline: see above.
+
+    Raises:
+        ValueError: a negative rank.
+    """
+    if rank < 0:
+        raise ValueError(f"rank is {rank}; give 0 or more.")
+    left, values, right = torch.linalg.svd(found.weight.to(fit.xy), full_matrices=False)
+    weight = (left[:, :rank] * values[:rank]) @ right[:rank]
+    return LinearMap(
+        weight,
+        fit.mean_y - fit.mean_x @ weight,
+        f"{found.kind}, singular values truncated",
+        found.source,
+        found.target,
+        found.strength,
+        rank,
+        {"count": fit.count},
+    )
+
+
+def _metric(products: Float64[Tensor, "d_out d_out"], metric: str) -> tuple[Tensor, Tensor]:
+    """S^(-1/2) and S^(1/2) as `[d_out, kept]` and `[kept, d_out]`, both the identity for the raw metric."""
+    if metric == "raw":
+        eye = torch.eye(len(products)).to(products)
+        return eye, eye
+    values, axes = torch.linalg.eigh(products)
+    is_kept = values > WHITENING_FLOOR * values[-1].clamp_min(0)
+    values, axes = values[is_kept], axes[:, is_kept]
+    return axes * values.rsqrt(), values.sqrt()[:, None] * axes.T

@@ -1,0 +1,255 @@
+"""Ridge maps between all pairs of many sites, scored on the test shard beside what needs no fit.
+
+The work that pairs share is done once: the axes of each source and the rotated moments of its validation and test rows,
+the whitening of each target. What is left for a pair of width d is six products of d x d matrices (25 strengths add d^2
+each), 961 pairs of width 576 in about two minutes on one core. Scores come from the axes directly, so that a map's
+weight is built only where it is asked for.
+
+Beware: memory is 8 d^2 bytes for each target on top of the moments, and again for each map that is kept.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+from tqdm import tqdm
+
+from microtome.lenses.canonical import canonical_correlations
+from microtome.lenses.linear_map import LinearMap
+from microtome.lenses.map_scores import MapScores, Reference, increment_total, reference, scores_of_traces
+from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.pair_splits import MomentSource, PairSplits, pair_splits
+from microtome.lenses.ridge_map import map_at
+from microtome.lenses.simple_maps import channel_factors
+from microtome.lenses.source_basis import SourceBasis, source_basis
+from microtome.lenses.strength_path import StrengthPath, checked_strengths, squared_errors, strength_path
+
+Pair = tuple[str, str]
+_KINDS = ("r2_vw", "r2_ua", "r2_wh")
+
+
+@dataclass(frozen=True, eq=False)
+class RidgePairs:
+    """Ridge maps of many pairs.
+
+    Attributes:
+        table: one row per pair: source, target, the ridge map's R2 on the test shard (r2_vw, r2_ua, r2_wh,
+            r2_increment), those of identity_, shift_ and scale_ (NaN where widths differ), strength, alpha, dof, edge,
+            condition, kept_rank, whitened_rank, validation_r2, count, test_count, tokens_per_channel; with
+            `canonical` also ceiling (held out), in_sample_ceiling (biased), directions_above_edge and noise_edge.
+        paths: of each pair, by the names of source and target.
+        maps: of each pair; empty unless they were asked for.
+    """
+
+    table: pd.DataFrame
+    paths: Mapping[Pair, StrengthPath]
+    maps: Mapping[Pair, LinearMap] = field(default_factory=dict)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per pair."""
+        return self.table
+
+    def matrix(self, value: str = "r2_vw") -> pd.DataFrame:
+        """One column of the table as a matrix, sources down and targets across, both in the order of the table.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        if value not in self.table.columns:
+            raise KeyError(f"the table has no column {value!r}; it has {list(self.table.columns)}.")
+        wide = self.table.pivot_table(index="source", columns="target", values=value, sort=False)
+        return wide.reindex(columns=list(dict.fromkeys(self.table["target"])))
+
+    def on_edge(self) -> pd.DataFrame:
+        """Pairs whose strength is the weakest or strongest of the grid: give more strengths for these."""
+        return self.table[self.table["edge"] != ""]
+
+
+def ridge_pairs(
+    moments: MomentSource,
+    pairs: Sequence[tuple[Any, Any]] | None = None,
+    *,
+    strengths: Sequence[int | float] | None = None,
+    penalty: str = "isotropic",
+    select: str | None = None,
+    refit: bool = False,
+    stratum: str = "rest",
+    keep_maps: bool = False,
+    map_dtype: torch.dtype = torch.float64,
+    canonical: bool = False,
+    shuffled: bool = False,
+    progress: bool = False,
+) -> RidgePairs:
+    """Fit, choose and score a ridge map for every pair.
+
+    Args:
+        moments: what gives the moments of pairs, `lenses.moments.Moments`.
+        pairs: of source and target; every ordered pair of the moments' sites if None, sites with themselves included.
+            Banded moments hold fewer: give those.
+        strengths, penalty, select, refit: as of `ridge_map`.
+        stratum: which tokens: "rest" (neither sinks nor BOS), "sinks" or "all".
+        keep_maps: whether weights are kept, 8 d^2 bytes each in float64.
+        map_dtype: what they are kept in.
+        canonical: canonical ceilings too, which take several times as long as the maps.
+        shuffled: pair every source with the target of another document: the control of the whole table.
+        progress: show a bar.
+
+    Raises:
+        ValueError: no pairs, what `ridge_map` raises, or a shard without rows.
+    """
+    values = checked_strengths(strengths)
+    pairs = [(a, b) for a in moments.sites for b in moments.sites] if pairs is None else list(pairs)
+    if not pairs:
+        raise ValueError("there are no pairs. Give at least one (source, target).")
+    by_source: dict[str, list[tuple[Any, Any]]] = {}
+    for pair in pairs:
+        by_source.setdefault(str(pair[0]), []).append(pair)
+    references: dict[str, Reference] = {}
+    rows: dict[Pair, dict[str, Any]] = {}
+    paths: dict[Pair, StrengthPath] = {}
+    maps: dict[Pair, LinearMap] = {}
+    with tqdm(total=len(pairs), desc="ridge maps", unit="pair", disable=not progress) as bar:
+        for group in by_source.values():
+            shared = None
+            for source, target in group:
+                name = str(source), str(target)
+                splits = pair_splits(moments, source, target, stratum, shuffled=shuffled)
+                final = splits.joined() if refit else splits
+                shared = _Source.of(splits, final, penalty) if shared is None else shared
+                if name[1] not in references:
+                    references[name[1]] = reference(final.test, final.fit.mean_y)
+                against = references[name[1]]
+                loadings = shared.chooser.rotated(splits.fit.xy)
+                path = paths[name] = _path(shared, splits, loadings, values, select)
+                loadings = loadings if final is splits else shared.basis.rotated(final.fit.xy)
+                penalty_taken = path.strength * shared.basis.unit
+                scores = _scores(shared, final, loadings, penalty_taken, against)
+                rows[name] = _row(name, final, path, scores) | _baselines(final, against)
+                rows[name] |= _ceilings(final) if canonical else {}
+                if keep_maps:
+                    found = map_at(shared.basis, loadings, final.fit, path.strength, penalty_taken)
+                    maps[name] = _named(found, path, name, stratum).to(map_dtype)
+                bar.update()
+    return RidgePairs(pd.DataFrame([rows[str(a), str(b)] for a, b in pairs]), paths, maps)
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What pairs of one source share: the axes in which strengths are compared, with the moments of validation rows in
+    them, and those of the maps that are kept, with the moments of test rows; the same axes unless maps are refitted."""
+
+    chooser: SourceBasis
+    validation: Float64[Tensor, "d_in d_in"] | None
+    basis: SourceBasis
+    test: Float64[Tensor, "d_in d_in"]
+
+    @classmethod
+    def of(cls, splits: PairSplits, final: PairSplits, penalty: str) -> "_Source":
+        chooser, held = source_basis(splits.fit, penalty), splits.validation
+        basis = chooser if final is splits else source_basis(final.fit, penalty)
+        validation = None if held is None else chooser.gram(_about(held, splits.fit, "xx"))
+        return cls(chooser, validation, basis, basis.gram(_about(final.test, final.fit, "xx")))
+
+
+def _about(part: PairMoments, fit: PairMoments, which: str) -> Tensor:
+    """xx or xy of a shard about the fit means."""
+    shift_x, shift_y = part.mean_x - fit.mean_x, part.mean_y - fit.mean_y
+    return torch.addr(getattr(part, which), shift_x, shift_x if which == "xx" else shift_y, alpha=part.count)
+
+
+def _path(shared: _Source, splits: PairSplits, loadings: Tensor, strengths: Tensor, select: str | None) -> StrengthPath:
+    fit, held, basis = splits.fit, splits.validation, shared.chooser
+    errors, total = None, 0.0
+    if held is not None:
+        total = float(held.yy.trace() + held.count * (held.mean_y - fit.mean_y).square().sum())
+        errors = squared_errors(
+            basis.damping(strengths.to(fit.xy) * basis.unit),
+            loadings,
+            loadings @ loadings.T,
+            shared.validation,
+            basis.transform.T @ _about(held, fit, "xy"),
+            total,
+        )
+    return strength_path(basis, fit, loadings, errors, total, strengths, select)
+
+
+def _scores(shared: _Source, splits: PairSplits, loadings: Tensor, penalty: float, against: Reference) -> MapScores:
+    """As `map_scores`, with the map in the source's axes: A = diag(1/(w+λ)) C."""
+    damping = shared.basis.damping_of(penalty)
+    inner = damping[:, None] * loadings
+    cross = shared.basis.transform.T @ _about(splits.test, splits.fit, "xy")
+    # E = S - A^T cross - cross^T A + A^T G A, of which only the diagonal and tr(S^-1 E) are needed
+    pulled = torch.addmm(cross, shared.test, inner, beta=-2)
+    diagonal = against.total.diagonal() + (inner * pulled).sum(0)
+    whitened = against.rank + float((inner @ against.inverse).flatten() @ pulled.flatten())
+    increment = increment_total(splits.test, splits.fit)
+    return scores_of_traces(float(diagonal.sum()), diagonal, whitened, increment, against)
+
+
+def _baselines(splits: PairSplits, against: Reference) -> dict[str, float]:
+    """R2 of the diagonal maps: identity, identity plus shift, scale per channel."""
+    fit, test = splits.fit, splits.test
+    names = [f"{name}_{kind}" for name in ("identity", "shift", "scale") for kind in _KINDS]
+    if fit.d_in != fit.d_out:
+        return dict.fromkeys(names, torch.nan)
+    factors, ones = channel_factors(fit), torch.ones_like(fit.mean_x)
+    choices = {
+        "identity": (ones, torch.zeros_like(ones)),
+        "shift": (ones, fit.mean_y - fit.mean_x),
+        "scale": (factors, fit.mean_y - factors * fit.mean_x),
+    }
+    crossed, squared = against.inverse * test.xy, against.inverse * test.xx
+    own = against.rank - _form(against.inverse, test.mean_y - fit.mean_y) * test.count
+    found = {}
+    for name, (scale, intercept) in choices.items():
+        missed = test.mean_y - scale * test.mean_x - intercept
+        diagonal = test.yy.diagonal() - 2 * scale * test.xy.diagonal() + scale.square() * test.xx.diagonal()
+        diagonal = diagonal + test.count * missed.square()
+        whitened = own - 2 * float(scale @ crossed.sum(1)) + _form(squared, scale)
+        whitened += test.count * _form(against.inverse, missed)
+        scores = scores_of_traces(float(diagonal.sum()), diagonal, whitened, torch.nan, against)
+        found |= {f"{name}_{kind}": getattr(scores, kind) for kind in _KINDS}
+    return found
+
+
+def _form(matrix: Tensor, vector: Tensor) -> float:
+    return float(vector @ (matrix @ vector))
+
+
+def _ceilings(splits: PairSplits) -> dict[str, Any]:
+    found = canonical_correlations(splits.fit, splits.test)
+    return {
+        "ceiling": float(found.held_out_ceiling[-1]),
+        "in_sample_ceiling": float(found.in_sample_ceiling[-1]),
+        "directions_above_edge": found.count_above_edge,
+        "noise_edge": found.noise_edge,
+    }
+
+
+def _row(name: Pair, splits: PairSplits, path: StrengthPath, scores: MapScores) -> dict[str, Any]:
+    return {
+        "source": name[0],
+        "target": name[1],
+        **{kind: getattr(scores, kind) for kind in (*_KINDS, "r2_increment")},
+        "strength": path.strength,
+        "alpha": path.penalty,
+        "edge": path.edge,
+        "selected_by": path.selected_by,
+        "dof": float(path.dof[path.chosen]),
+        "validation_r2": float(path.validation_r2[path.chosen]),
+        "condition": path.condition,
+        "kept_rank": path.kept_rank,
+        "whitened_rank": scores.whitened_rank,
+        "count": splits.fit.count,
+        "test_count": splits.test.count,
+        "tokens_per_channel": splits.fit.count / splits.fit.d_in,
+    }
+
+
+def _named(found: LinearMap, path: StrengthPath, name: Pair, stratum: str) -> LinearMap:
+    facts = {**found.facts, "stratum": stratum, "selected_by": path.selected_by, "edge": path.edge}
+    return LinearMap(found.weight, found.intercept, found.kind, *name, found.strength, None, facts)

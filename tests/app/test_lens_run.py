@@ -1,0 +1,128 @@
+"""`microtome lens`: a text and a data set under lenses; trained, stopped, gone on with, repeated."""
+
+import json
+
+import pandas as pd
+import pytest
+from filelock import FileLock
+from microtome.app import lens_run
+from microtome.app.cli import app as command
+from microtome.app.lens_config import LensConfig
+from microtome.app.lens_run import run_lens
+from microtome.data.runs import Run
+from microtome.lenses.tuned_lens import TunedLens
+from typer.testing import CliRunner
+
+TEXT = "the cat sat on the old house"
+SMALL = ["--steps", "4", "--tokens", "24"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny, word_tokenizer, tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    tiny("llama").save_pretrained(folder)
+    word_tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(command, ["lens", *arguments], catch_exceptions=True)
+
+
+def test_a_text_is_printed_and_kept(model, here) -> None:
+    done = run(model, "--text", TEXT)
+    assert done.exit_code == 0, done.output
+    assert "under the logit lens" in done.stdout
+    assert "Report: runs/lens--llama--logit--text/report.html" in done.stdout
+    folder = Run.open("runs/lens--llama--logit--text")
+    cells = folder.table("cells")
+    assert len(cells) == 4 * 7
+    assert folder.figures == ("table_logit",)
+    assert "The text under the logit lens" in (folder.path / "report.html").read_text(encoding="utf-8")
+    assert not list((here / "runs").glob(".*"))
+    again = run(model, "--text", TEXT, "--json")
+    assert again.exit_code == 0, again.output
+    said = json.loads(again.stdout)
+    assert [row["depth"] for row in said["last_token"]] == [0, 1, 2, 3]
+    assert said["last_token"][-1]["rank"] == 0
+
+
+def test_a_tuned_lens_is_trained_kept_and_used_again(model, here) -> None:
+    flags = ["--data", "toy", "--texts", "40", "--lens", "logit", "--lens", "ridge", "--fit-tuned", *SMALL]
+    done = run(model, *flags, "--name", "fit")
+    assert done.exit_code == 0, done.output
+    folder = Run.open("runs/fit")
+    curves = folder.table("curves")
+    assert list(dict.fromkeys(curves["lens"])) == ["logit", "ridge", "tuned"]
+    plain = curves[curves["sinks"] == "without"].groupby("lens")["kl"].mean()
+    assert plain["ridge"] < plain["logit"]
+    assert set(folder.tables) == {"curves", "early_exit", "training"}
+    assert folder.figures == ("curve_agrees", "curve_cross_entropy", "curve_kl")
+    lens = TunedLens.load(folder.path / "tuned")
+    assert lens.facts["steps"] == 4
+    used = run(model, "--text", TEXT, "--lens", "tuned", "--tuned", "runs/fit/tuned", "--name", "use", "--json")
+    assert used.exit_code == 0, used.output
+    assert {row["lens"] for row in json.loads(used.stdout)["cells"]} == {"tuned"}
+
+
+def test_a_stopped_run_goes_on(model, here, monkeypatch) -> None:
+    config = LensConfig(model=model, data="toy", texts=40, fit_tuned=True, start="zero", steps=3, tokens=24, name="x")
+    monkeypatch.setattr(lens_run, "TEXTS_OF_A_PART", 8)
+    written, write = [], lens_run.write_statistics
+
+    def stopped(path, found):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, found)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lens_run, "write_statistics", stopped)
+        run_lens(config, progress=False)
+    assert not (here / "runs" / "x").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(lens_run, "write_statistics", lambda path, found: (written.append(path), write(path, found)))
+        resumed = run_lens(config, progress=False)
+    assert len(written) == len(set(written))
+    whole = run_lens(config.model_copy(update={"name": "y"}), progress=False)
+    for name in ("curves", "training", "early_exit"):
+        pd.testing.assert_frame_equal(resumed.tables[name], whole.tables[name])
+
+
+def test_other_settings_under_the_same_name_are_refused(model, here) -> None:
+    assert run(model, "--text", TEXT, "--name", "a").exit_code == 0
+    other = run(model, "--text", TEXT, "--name", "a", "--top", "3")
+    assert other.exit_code == 2
+    assert "top was 5, is 3" in other.stderr
+    with FileLock(here / "runs" / ".b.lock"):
+        busy = run(model, "--text", TEXT, "--name", "b")
+    assert busy.exit_code == 2
+    assert "another process" in busy.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "nothing to read"),
+        (["--text", TEXT, "--lens", "ridge"], "fitted on a data set"),
+        (["--text", TEXT, "--lens", "tuned"], "no tuned lens is named"),
+        (["--text", TEXT, "--lens", "cloudy"], "logit"),
+        (["--text", TEXT, "--lens", "logit", "--lens", "logit"], "names one twice"),
+        (["--text", TEXT, "--depths", "1,b"], "numbers from 0"),
+        (["--text", TEXT, "--depths", "7"], "depths 0 to 3"),
+        (["--text", TEXT, "--lens", "tuned", "--tuned", "nowhere"], "there is no"),
+        (["--data", "nosuch"], "nosuch"),
+        (["--data", "toy", "--texts", "4", "--fit-tuned"], "fitting needs 5"),
+    ],
+)
+def test_a_mistake_is_one_line(model, flags, said) -> None:
+    done = run(model, *flags)
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,127 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from microtome.capture.models import LoadedModel
+from microtome.lenses.backward_lens import backward_lens, edited_weights, step_effect
+
+KINDS = ["llama", "gpt2", "neox", "neox_sequential", "gemma2", "qwen3"]
+TEXT = [5, 9, 30, 7, 11, 60, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_give_the_gradient_of_every_matrix(tiny, kind):
+    model = tiny(kind)
+    lens = backward_lens(model, TEXT, 17, position=4)
+    assert all(p.grad is None for p in model.parameters())
+    loss = -model(input_ids=torch.tensor([TEXT])).logits[0, 4].log_softmax(-1)[17]
+    loss.backward()
+    assert lens.loss == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert len(lens.matrices) == 3 * (3 if kind in ("llama", "gemma2", "qwen3") else 2)
+    for matrix in lens.matrices:
+        gradient = model.get_submodule(matrix.path).weight.grad
+        gradient = gradient if kind == "gpt2" else gradient.T
+        error = (matrix.formed() - gradient).abs().max() / gradient.abs().max()
+        assert float(error) < 1e-5, matrix.path
+        assert matrix.stream_side.shape == (7, 32)
+        if matrix.layer == 2:  # no later attention: only the loss's own position
+            assert (matrix.norm > 1e-9).nonzero().flatten().tolist() == [4]
+            assert torch.linalg.matrix_rank(matrix.formed()) == 1
+
+
+def test_frozen_parameters_stay_frozen_and_others_open(tiny):
+    model = tiny("llama")
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    lens = backward_lens(model, TEXT, 17)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["lm_head.weight"]
+    assert all(float(matrix.norm.max()) > 0 for matrix in lens.matrices)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_words_and_ranks_of_the_written_vector(tiny, kind):
+    model = tiny(kind)
+    lens = backward_lens(model, TEXT, 17, layers=[1], top=4)
+    row = lens.table[lens.table["writes_stream"] & (lens.table["position"] == 6)].iloc[0]
+    d = next(m for m in lens.matrices if m.writes_stream).gradients[6].double()
+    if kind == "gemma2":
+        d = d * (1 + model.model.layers[1].post_feedforward_layernorm.weight.double())
+        gain = 1 + model.model.norm.weight.double()
+    else:
+        d, gain = d - d.mean(), model.transformer.ln_f.weight.double()
+    scores = model.get_output_embeddings().weight.double() @ (d * gain)
+    assert row["words"] == tuple(str(i) for i in scores.topk(4).indices.tolist())
+    assert row["negative_words"] == tuple(str(i) for i in (-scores).topk(4).indices.tolist())
+    assert row["target_rank"] == int((scores > scores[17]).sum())
+    assert row["target_rank_from_bottom"] == int((scores < scores[17]).sum())
+    np.testing.assert_allclose(lens.norms()[0, 6], row["norm"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "neox"])
+def test_the_target_is_at_the_bottom_in_the_last_layer(tiny, kind):
+    lens = backward_lens(tiny(kind), TEXT, 17)
+    last = lens.table.query("writes_stream and layer == 2 and position == 6").iloc[0]
+    assert last["target_rank_from_bottom"] == 0
+    assert last["negative_words"][0] == "17"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_step_is_plain_gradient_descent_and_is_taken_back(tiny, kind):
+    model = tiny(kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lens = backward_lens(model, TEXT, 17)
+    trained = copy.deepcopy(model)
+    (-trained(input_ids=torch.tensor([TEXT])).logits[0, -1].log_softmax(-1)[17]).backward()
+    with torch.no_grad():
+        for matrix in lens.matrices:
+            weight = trained.get_submodule(matrix.path).weight
+            weight -= 0.05 * weight.grad
+        expected = trained(input_ids=torch.tensor([TEXT])).logits
+        with edited_weights(model, lens, lr=0.05):
+            torch.testing.assert_close(model(input_ids=torch.tensor([TEXT])).logits, expected, rtol=1e-4, atol=1e-4)
+    effect = step_effect(model, lens, lr=0.05).set_index("token")
+    assert effect.loc["target", "log_prob_after"] == pytest.approx(float(expected[0, -1].log_softmax(-1)[17]), abs=1e-4)
+    assert effect.loc["target", "log_prob_after"] > effect.loc["target", "log_prob_before"]
+    assert effect.loc["original", "rank_before"] == 0
+    assert lens.loss == pytest.approx(-effect.loc["target", "log_prob_before"], abs=1e-5)
+    with pytest.raises(RuntimeError, match="stop"), edited_weights(model, lens, lr=1.0):
+        raise RuntimeError("stop")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_shift_is_the_change_of_the_write_at_the_same_input(tiny):
+    model = tiny("llama")
+    lens = backward_lens(model, TEXT, 17, layers=[2])
+    matrix = next(m for m in lens.matrices if m.writes_stream)
+    projection = model.get_submodule(matrix.path)
+    old = projection(matrix.inputs[-1]).detach()
+    with edited_weights(model, lens, lr=0.1):
+        new = projection(matrix.inputs[-1]).detach()
+    shift = lens.table.query("writes_stream and position == 6").iloc[0]["shift"]
+    torch.testing.assert_close(new - old, -0.1 * shift * matrix.gradients[-1], rtol=1e-3, atol=1e-6)
+
+
+def test_strings_and_bad_input(tiny, word_tokenizer):
+    model = tiny("llama")
+    loaded = LoadedModel.from_module(model, tokenizer=word_tokenizer, name="tiny")
+    lens = backward_lens(loaded, "the cat sat", "dog", layers=[1])
+    assert set(lens.table["layer"]) == {1}
+    assert lens.table["token"].tolist()[:3] == ["the", "cat", "sat"]
+    with pytest.raises(ValueError, match="target='cat dog' is 2 tokens"):
+        backward_lens(loaded, "the cat", "cat dog")
+    with pytest.raises(IndexError, match="the text has 7 tokens; there is no position 7"):
+        backward_lens(model, TEXT, 17, position=7)
+    with pytest.raises(IndexError, match="layer 5 is out of range"):
+        backward_lens(model, TEXT, 17, layers=[5])
+    with pytest.raises(ValueError, match="training mode"):
+        backward_lens(copy.deepcopy(model).train(), TEXT, 17)
+    with pytest.raises(ValueError, match="lr=nan"), edited_weights(model, lens, lr=float("nan")):
+        pass
+    wrapped = copy.deepcopy(model)
+    wrapped.model.layers[0].mlp.down_proj = nn.Sequential(wrapped.model.layers[0].mlp.down_proj)
+    with pytest.raises(ValueError, match="is a Sequential, no plain matrix"):
+        backward_lens(wrapped, TEXT, 17)
