@@ -15,8 +15,8 @@ Controls of causality at the edit's depth:
     random        a random direction of the edit's length
     other state   s' in place of s                    what any edit at this place can do, a ceiling
 
-Hernandez et al. (2024), arXiv:2308.09124, sections 3 and 4; there, 48 % of 47 relations were faithful above 0.6 in
-GPT-J [U: share not verified]. Beware: choosing depth and beta on a few dozen pairs is itself noisy; look at `choice`.
+Hernandez et al. (2024), arXiv:2308.09124, sections 3 and 4: some of their 47 relations are well approximated, many are
+not. Beware: choosing depth and beta on a few dozen pairs is itself noisy; look at `choice`.
 """
 
 from collections.abc import Callable, Sequence

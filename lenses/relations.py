@@ -13,7 +13,9 @@ they do not depend on s. Depth l is the stream that enters block l; depth L, aft
 
 pinv_r keeps the r largest singular values. beta > 1 makes up for J being too small at its own points (the paper's 2.25
 on GPT-J); it is chosen, with depth and r, on other pairs: `relation_study`.
-Beware: half precision makes J noise: load the model in float32. First tokens alone are compared.
+Beware: above depth 0 the tokens behind the subject have read it already, and J holds them fixed: even on an affine
+model LRE is exact at depth 0 alone. Half precision makes J noise: load the model in float32. First tokens alone are
+compared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -134,25 +136,30 @@ def relation_states(
     unembedding: Unembedding,
     *,
     anatomy: Anatomy | None = None,
+    target: int | None = None,
 ) -> RelationStates:
-    """s at each depth, o, and what the model says, for each prompt. Raises ValueError for a depth that is not there."""
+    """s at each depth, o (at depth `target`, L if None), and what the model says, for each prompt.
+
+    Raises ValueError for a depth that is not there.
+    """
     module = model.module if isinstance(model, LoadedModel) else model
     anatomy = dissect(module) if anatomy is None else anatomy
     sites = [stream_site(anatomy, depth) for depth in depths]
     final = stream_site(anatomy, len(anatomy.blocks))
+    site_of_o = final if target is None else stream_site(anatomy, target)
     subject: list[Tensor] = [torch.empty(0)] * len(prompts)
-    objects: list[Tensor] = [torch.empty(0)] * len(prompts)
+    objects, ends = ([torch.empty(0)] * len(prompts) for _ in range(2))
     for rows, place, prefix, continuations in _batches(module, prompts):
-        reads = [Read(site) for site in dict.fromkeys([*sites, final])]
+        reads = [Read(site) for site in dict.fromkeys([*sites, site_of_o, final])]
         with torch.no_grad(), taps(module, reads, anatomy=anatomy, stop=True) as tape:
             prefix.run(continuations)
         for number, row in enumerate(rows):
             subject[row] = torch.stack([tape[site][number, place].float().cpu() for site in sites])
-            objects[row] = tape[final][number, -1].float().cpu()
-    o = torch.stack(objects)
+            objects[row] = tape[site_of_o][number, -1].float().cpu()
+            ends[row] = tape[final][number, -1].float().cpu()
     with torch.no_grad():
-        said = unembedding.logits(o.to(unembedding.weight)).argmax(-1).cpu()
-    return RelationStates(tuple(depths), torch.stack(subject, 1), o, said, prompts.object_ids)
+        said = unembedding.logits(torch.stack(ends).to(unembedding.weight)).argmax(-1).cpu()
+    return RelationStates(tuple(depths), torch.stack(subject, 1), torch.stack(objects), said, prompts.object_ids)
 
 
 def relation_operator(
@@ -161,6 +168,7 @@ def relation_operator(
     depths: Sequence[int],
     *,
     anatomy: Anatomy | None = None,
+    target: int | None = None,
     rows: int = ROWS,
     progress: bool = False,
 ) -> RelationOperator:
@@ -168,7 +176,8 @@ def relation_operator(
 
     Args:
         prompts: the n examples, as a rule each with the others before it.
-        depths: 0 to L - 1; all of them cost little more than the lowest.
+        depths: from 0 to below `target`; all of them cost little more than the lowest.
+        target: depth of o; None is L. Concept directions are often better from an earlier one.
         rows: outputs per backward; memory grows with it.
 
     Raises:
@@ -178,12 +187,14 @@ def relation_operator(
     anatomy = dissect(module) if anatomy is None else anatomy
     if not len(prompts) or not len(depths):
         raise ValueError("a relation needs at least one prompt and one depth.")
-    if max(depths) >= len(anatomy.blocks):
-        raise ValueError(f"depth {max(depths)} holds o itself or more. Give depths of 0 to {len(anatomy.blocks) - 1}.")
+    target = len(anatomy.blocks) if target is None else target
+    stream_site(anatomy, target)
+    if max(depths) >= target:
+        raise ValueError(f"depth {max(depths)} is not before o at depth {target}. Give depths of 0 to {target - 1}.")
     jacobian = torch.zeros(len(depths), anatomy.d_model, anatomy.d_model, dtype=torch.float64)
     bias = torch.zeros(len(depths), anatomy.d_model, dtype=torch.float64)
     for number in tqdm(range(len(prompts)), desc="Jacobians", disable=not progress):
-        one, s, o = _jacobians(module, anatomy, prompts, number, depths, rows)
+        one, s, o = _jacobians(module, anatomy, prompts, number, depths, target, rows)
         jacobian += one.double() / len(prompts)
         bias += (o.double() - torch.einsum("dij,dj->di", one.double(), s.double())) / len(prompts)
     return RelationOperator(tuple(depths), jacobian.float(), bias.float(), tuple(prompts.subjects))
@@ -241,12 +252,18 @@ def _batches(module: nn.Module, prompts: RelationPrompts) -> Iterator[tuple[list
 
 
 def _jacobians(
-    module: nn.Module, anatomy: Anatomy, prompts: RelationPrompts, number: int, depths: Sequence[int], rows: int
+    module: nn.Module,
+    anatomy: Anatomy,
+    prompts: RelationPrompts,
+    number: int,
+    depths: Sequence[int],
+    target: int,
+    rows: int,
 ) -> tuple[Float[Tensor, "depth d_model d_model"], Float[Tensor, "depth d_model"], Float[Tensor, " d_model"]]:
     """do/ds at each depth, s and o of one prompt: the prompt `rows` times, each with the gradient of another output."""
     ids, place, width = prompts.ids[number], int(prompts.subject_place[number]), anatomy.d_model
     sites = [stream_site(anatomy, depth) for depth in depths]
-    final = stream_site(anatomy, len(anatomy.blocks))
+    final = stream_site(anatomy, target)
     rows = min(rows, width)
     # nothing before the subject's last token depends on its state
     prefix = shared_prefix(module, ids[: len(ids) + place])

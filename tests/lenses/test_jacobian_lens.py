@@ -10,7 +10,7 @@ import torch
 
 from microtome.lenses.jacobian_lens import JacobianLens, jacobian_lens
 
-TEXTS = [list(range(4, 16)), list(range(30, 40)), [7, 8, 9]]
+TEXTS = [list(range(4, 12)), list(range(30, 37)), [7, 8, 9]]
 
 
 def by_jacrev(model, ids: list[int], depth: int, skip: int) -> torch.Tensor:
@@ -38,17 +38,18 @@ def by_jacrev(model, ids: list[int], depth: int, skip: int) -> torch.Tensor:
     return whole[valid, :, valid].sum(0).mean(1)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64])
-def test_it_is_the_mean_of_whole_jacobians(tiny, rows):
+def test_it_is_the_mean_of_whole_jacobians(tiny):
     model = tiny("llama")
-    lens = jacobian_lens(model, TEXTS, [0, 1, 2], skip_first=3, rows=rows)
+    lens = jacobian_lens(model, TEXTS, [0, 2], skip_first=3, rows=5)
     assert (lens.texts, lens.left_out) == (2, 1)
-    for depth in (0, 1, 2):
+    for depth in (0, 2):
         expected = (by_jacrev(model, TEXTS[0], depth, 3) + by_jacrev(model, TEXTS[1], depth, 3)) / 2
         torch.testing.assert_close(lens.jacobians[depth], expected, atol=1e-5, rtol=1e-4)
+    at_once = jacobian_lens(model, TEXTS, [0, 2], skip_first=3, rows=64)
+    torch.testing.assert_close(at_once.jacobians[0], lens.jacobians[0], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "neox", "gemma2", "qwen3"])
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
 def test_other_families(tiny, kind):
     lens = jacobian_lens(tiny(kind), TEXTS, skip_first=3)
     assert lens.depths == [1, 2]
@@ -111,10 +112,12 @@ tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 bridge = TransformerBridge.boot_transformers(folder, hf_model=model, tokenizer=tokenizer, device="cpu")
 texts = json.load(open(folder + "/texts.json"))
-lens = JacobianLens.fit(bridge, texts, skip_first_positions=3, dim_batch=8, max_seq_len=32, show_progress=False)
+settings = {"corpus": "words", "skip_first_positions": 3, "dim_batch": 8, "max_seq_len": 32, "show_progress": False}
+lens = JacobianLens.fit(bridge, texts, **settings)
 lens.save(folder + "/theirs.pt", dtype=torch.float32)
 ours = JacobianLens.load(folder + "/ours.pt")
-json.dump({"tokens": [bridge.to_tokens(t)[0].tolist() for t in texts], "ours": ours.source_layers}, open(folder + "/said.json", "w"))
+said = {"tokens": [bridge.to_tokens(t)[0].tolist() for t in texts], "ours": ours.source_layers}
+json.dump(said, open(folder + "/said.json", "w"))
 """
 
 

@@ -152,11 +152,13 @@ def test_on_an_affine_model_the_relation_is_exact_for_unseen_subjects(affine_mod
     prompts = relation_prompts(model, PAIRS, TEMPLATE)
     operator = relation_operator(model, prompts.take([0, 1]), [0, 1])
     states = relation_states(model, prompts, [0, 1], end)
-    for depth in (0, 1):
-        torch.testing.assert_close(operator(states.at(depth), depth), states.object, atol=1e-4, rtol=1e-4)
-        # the inverse brings o - b back to s where J has full rank
-        back = (states.object - operator.bias[depth]) @ operator.inverse(depth, 32).T
-        torch.testing.assert_close(back, states.at(depth), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(operator(states.at(0), 0), states.object, atol=1e-4, rtol=1e-4)
+    # further up the tokens behind the subject have read it already: one state does not say it all
+    assert (operator(states.at(1), 1) - states.object).abs().max() > 0.1
+    # the inverse brings o - b back to a state of the same object
+    back = (states.object - operator.bias[0]) @ operator.inverse(0, 32).T
+    torch.testing.assert_close(operator(back, 0), states.object, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(back, states.at(0), atol=5e-2, rtol=5e-2)
     translator = operator.linear_map(1, beta=2.0)
     torch.testing.assert_close(translator(states.at(1)), operator(states.at(1), 1, beta=2.0))
     assert translator.facts["examples"] == ["cat", "bird"]
@@ -188,7 +190,11 @@ def test_inverse_of_limited_rank():
 
 @pytest.mark.parametrize(
     ("depths", "message"),
-    [([], "at least one prompt and one depth"), ([3], "depth 3 holds o itself"), ([-1], "depth -1 is not there")],
+    [
+        ([], "at least one prompt and one depth"),
+        ([3], "depth 3 is not before o at depth 3"),
+        ([-1], "depth -1 is not there"),
+    ],
 )
 def test_bad_depths(loaded, depths, message):
     model = loaded("llama")
