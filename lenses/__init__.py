@@ -25,7 +25,9 @@ from microtome.lenses.backward_lens import step_effect as step_effect
 from microtome.lenses.canonical import CanonicalCorrelations as CanonicalCorrelations
 from microtome.lenses.canonical import canonical_correlations as canonical_correlations
 from microtome.lenses.concept_directions import ConceptDirections as ConceptDirections
+from microtome.lenses.concept_directions import ConceptStudy as ConceptStudy
 from microtome.lenses.concept_directions import concept_directions as concept_directions
+from microtome.lenses.concept_directions import concept_study as concept_study
 from microtome.lenses.corpus_pass import Chunk as Chunk
 from microtome.lenses.corpus_pass import CorpusPass as CorpusPass
 from microtome.lenses.corpus_pass import corpus_pass as corpus_pass
