@@ -23,7 +23,8 @@ from microtome.capture import load_model
 from microtome.lenses.attention_lens_loss import readout_kl
 from microtome.lenses.attention_lens_readout import readout_input
 from microtome.lenses.attention_lens_rows import LensRows, lens_rows
-from microtome.lenses.attention_lens_start import folded_unembedding, head_writes, plain_bias, plain_weight
+from microtome.lenses.attention_lens_start import folded_unembedding, plain_bias, plain_weight
+from microtome.lenses.head_writes import head_maps
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 TEXTS = ("The capital of France is", "She opened the door and", "There was once a small", "Water boils when")
@@ -69,7 +70,7 @@ def main() -> None:
     end = unembedding_of(model)
     cut = slice(options.vocab)
     end = Unembedding(end.norm, end.weight[cut], None if end.bias is None else end.bias[cut], end.factor, end.cap)
-    writes, attention_bias = head_writes(model, options.layer)
+    writes, attention_bias = head_maps(model, options.layer)
     heads, d_head, d_model = writes.shape
     folded = folded_unembedding(end)
     # 0.05: the plain start lacks the norm's scale, and a loss of 20 nats would be compared less closely

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from microtome.capture.models import LoadedModel
 from microtome.lenses.attention_lens_rows import LensRows, lens_rows
-from microtome.lenses.attention_lens_start import folded_unembedding, head_writes, plain_weight
+from microtome.lenses.attention_lens_start import folded_unembedding, plain_weight
+from microtome.lenses.head_writes import head_maps
 from microtome.lenses.unembedding import unembedding_of
 
 # one of MODES; told by a message of ours, so not a Literal
@@ -114,7 +115,7 @@ class AttentionLens:
         """The small form of W_h and b_h, exactly: M_h = W_O^h W_h, b = sum of b_h.
 
         Args:
-            writes: W_O of each head (`attention_lens_start.head_writes`).
+            writes: W_O of each head (`head_writes.head_maps`).
             attention_bias: b_O, if the original read it as one more part: it adds b_O times the mean of W_h. The heads'
                 outputs of this package (`head_out`) do not contain it; leave it None for them.
         """
@@ -201,7 +202,7 @@ class AttentionLens:
         else:
             rows = _at_positions(lens_rows(model, texts, self.layer, positions="every"), positions)
         self.require_fit(rows, unembedding_of(model).vocab)
-        writes, _ = head_writes(model, self.layer)
+        writes, _ = head_maps(model, self.layer)
         plain = plain_weight(writes, folded_unembedding(unembedding_of(model)))
         hidden = torch.zeros(self.vocab).masked_fill_(~self.shown_tokens(least_probability), -torch.inf)
         ids = {"lens": [], "plain": []}

@@ -17,14 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Float64
-from torch import Tensor, nn
+from torch import Tensor
 
-from microtome.capture.anatomy import Anatomy
-from microtome.capture.dissect import dissect
-from microtome.capture.models import LoadedModel
-from microtome.capture.output_weights import output_weights
+from microtome.lenses.frozen_norm import frozen_norm
 from microtome.lenses.linear_map import LinearMap
-from microtome.lenses.norm_gain import norm_gain
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.ridge_map import ridge_map
 from microtome.lenses.unembedding import Unembedding
@@ -43,39 +39,19 @@ def folded_unembedding(end: Unembedding) -> FoldedUnembedding:
     """The unembedding with the final norm's gain, centring and bias folded in; a copy, float32 or wider.
 
     Raises:
-        ValueError: a final norm that is neither an RMS norm nor a LayerNorm (`norm_gain`).
+        ValueError: a final norm that is neither an RMS norm nor a LayerNorm (`frozen_norm`).
     """
     wide = torch.promote_types(end.weight.dtype, torch.float32)
     weight = end.weight.to(wide).T
     bias = torch.zeros(end.vocab, dtype=wide) if end.bias is None else end.bias.to(wide)
     if end.norm is None:
         return FoldedUnembedding(end.factor * weight, end.factor * bias)
-    found = norm_gain(end.norm, weight.shape[0], end.weight)
-    gain, shift = found.gain.to(wide), found.bias.to(wide)
+    found = frozen_norm(end.norm, weight.shape[0])
+    gain, shift = found.gain.to(weight), found.shift.to(weight)
     folded = gain[:, None] * weight
     if found.is_centred:
         folded = folded - folded.mean(0)
     return FoldedUnembedding(end.factor * folded, end.factor * (bias + shift @ weight))
-
-
-@torch.no_grad()
-def head_writes(
-    model: LoadedModel | nn.Module, layer: int, anatomy: Anatomy | None = None
-) -> tuple[Float[Tensor, "head d_head d_model"], Float[Tensor, " d_model"]]:
-    """W_O of every head of a layer, and b_O (zeros where there is none), float32 or wider.
-
-    Raises:
-        KeyError, IndexError: a layer whose heads' writes this model does not offer.
-    """
-    module = model.module if isinstance(model, LoadedModel) else model
-    anatomy = dissect(module) if anatomy is None else anatomy
-    (weight,) = output_weights(module, layers=layer, anatomy=anatomy).values()
-    site = anatomy.expand([("head_out", layer)])[0]
-    projection = module.get_submodule(anatomy.tap(site).point.module)
-    width = getattr(projection, "in_features", weight.shape[0] * weight.shape[1])
-    bias = projection.forward(torch.zeros(1, 1, width, dtype=weight.dtype, device=weight.device))[0, 0]
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return weight.to(wide), bias.to(wide)
 
 
 def plain_weight(

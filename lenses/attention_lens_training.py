@@ -46,7 +46,8 @@ from microtome.lenses.attention_lens_readout import (
 )
 from microtome.lenses.attention_lens_rows import SHARDS, LensRows, Positions, lens_rows, require_memory
 from microtome.lenses.attention_lens_scores import AttentionLensScores, score_attention_lens
-from microtome.lenses.attention_lens_start import folded_unembedding, head_writes, peer_r2, plain_weight
+from microtome.lenses.attention_lens_start import folded_unembedding, peer_r2, plain_weight
+from microtome.lenses.head_writes import head_maps
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
@@ -202,7 +203,7 @@ def fit_attention_lens(
         **{"evaluate_every": evaluate_every, "patience": patience, "rows": _digest(shards)},
     }
     with torch.no_grad():
-        writes, attention_bias = head_writes(module, layer, anatomy)
+        writes, attention_bias = head_maps(module, layer, anatomy)
         writes = writes.to(fit.mixed)
         folded = folded_unembedding(end)
         read = {name: readout_input(rows.mixed, writes, mode, form) for name, rows in shards.items()}

@@ -282,7 +282,7 @@ def _table(
     names = words(ids)
     rows = []
     for matrix in matrices:
-        side = matrix.stream_side
+        side = matrix.stream_side.double()
         if matrix.post_norm is not None:
             side = matrix.post_norm.folded(side)
         side = (side if norm is None else norm.folded(side)).to(end.weight)

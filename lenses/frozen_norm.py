@@ -61,9 +61,15 @@ class FrozenNorm:
         """The w with `part . w = of_parts(part) . direction` for every part: the direction seen before the norm."""
         return self.centred(_double(direction) * self.gain) / scale[..., None]
 
-    def folded(self, direction: Float[Tensor, "*any d_model"]) -> Float64[Tensor, "*any d_model"]:
-        """g times the centred vector, without dividing: what a write says in words, up to a positive factor."""
-        return self.centred(direction) * self.gain
+    def folded(self, direction: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
+        """g times the centred vector, without dividing: what a write says in words, up to a positive factor.
+
+        In the input's dtype and on its device (a half is computed in float32), so that many rows cost little.
+        """
+        wide = torch.promote_types(direction.dtype, torch.float32)
+        x = direction.to(wide)
+        x = x - x.mean(-1, keepdim=True) if self.is_centred else x
+        return (x * self.gain.to(x)).to(direction.dtype)
 
     def __call__(self, x: Float[Tensor, "*any d_model"]) -> Float64[Tensor, "*any d_model"]:
         """n(x) by the formula."""
@@ -71,12 +77,15 @@ class FrozenNorm:
 
 
 @torch.no_grad()
-def frozen_norm(module: nn.Module, width: int) -> FrozenNorm:
-    """Read a norm off its module, and check it there.
+def frozen_norm(module: nn.Module | None, width: int) -> FrozenNorm:
+    """Read a norm off its module, and check it there; None, no norm, folds to the identity and has no scale.
 
     Raises:
         ValueError: the module is neither of the two norms; the error's size is said.
     """
+    if module is None:
+        one = torch.ones(width, dtype=torch.float64)
+        return FrozenNorm(one, torch.zeros_like(one), 0.0, False)
     parameter = next((p for p in module.parameters() if p.dtype.is_floating_point), None)
     dtype = torch.float32 if parameter is None else parameter.dtype
     device = torch.device("cpu") if parameter is None else parameter.device
@@ -110,7 +119,8 @@ def frozen_norm(module: nn.Module, width: int) -> FrozenNorm:
     if not error <= limit:
         raise ValueError(
             f"{type(module).__name__} is neither RMSNorm nor LayerNorm: g x / s + b misses what it does by {error:.1e} "
-            f"of its largest value (limit {limit:.0e}). A logit behind it is no sum over parts at a kept scale."
+            f"of its largest value (limit {limit:.0e}). One part's share of its output cannot be told; read the whole "
+            "(norm='own')."
         )
     return FrozenNorm(gain, shift, eps, is_centred, error)
 

@@ -14,9 +14,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from microtome.capture.anatomy import Anatomy, coefficient
+from microtome.capture.dissect import dissect
+from microtome.capture.models import LoadedModel
 from microtome.capture.output_weights import output_weights
 from microtome.capture.sites import Site
-from microtome.lenses.norm_gain import NormGain, norm_gain
+from microtome.lenses.frozen_norm import FrozenNorm
+from microtome.lenses.stream_terms import last_map
 
 _LIMIT = 1e-3
 
@@ -29,8 +32,7 @@ class HeadWrites:
         z, out: the sites to read.
         weight: W_O by head.
         bias: b_O, None without one.
-        norm: the module whose output is attn_out, tried where the heads' plain sum is not attn_out.
-        gain: its linear part, None where it is no norm.
+        norm: the norm behind the sum, tried where the heads' plain sum is not attn_out; None where there is none.
         factor: number or vector by which attn_out enters the stream.
     """
 
@@ -38,8 +40,7 @@ class HeadWrites:
     out: Site
     weight: Float[Tensor, "head d_head d_model"]
     bias: Float[Tensor, " d_model"] | None
-    norm: nn.Module | None
-    gain: NormGain | None
+    norm: FrozenNorm | None
     factor: float | Tensor
 
     @property
@@ -54,9 +55,8 @@ class HeadWrites:
         whole = plain.sum(1) if self.bias is None else plain.sum(1) + self.bias
         if self._same(whole, out):
             return plain * self.factor
-        if self.gain is not None and self._same(self.norm.forward(whole), out):
-            scale = self.gain.scale(whole, out)
-            return self.gain(plain) * scale[:, None] * self.factor
+        if self.norm is not None and self._same(self.norm(whole).to(out), out):
+            return self.norm.folded(plain) / self.norm.scale(whole).to(plain)[:, None, None] * self.factor
         raise ValueError(
             f"The heads of {self.z} do not sum to {self.out}, nor does a norm of their sum, so one head's write cannot "
             f"be told. Read {self.out} instead."
@@ -72,28 +72,32 @@ class HeadWrites:
 def head_writes(model: nn.Module, site: Site, *, anatomy: Anatomy) -> HeadWrites:
     """Of the layer of `site`, a `head_out`. KeyError, IndexError where the model does not offer it."""
     tap = anatomy.tap(site)
-    (z, weight) = next(iter(output_weights(model, layers=site.layer, anatomy=anatomy).items()))
-    z, out = site.whole.__class__("z", site.layer, stack=site.stack, call=site.call), _write_site(anatomy, site)
-    projection = model.get_submodule(tap.through)
-    width = getattr(projection, "in_features", weight.shape[0] * weight.shape[1])
-    bias = projection.forward(torch.zeros(1, 1, width, dtype=weight.dtype, device=weight.device))[0, 0]
+    ((z, weight),) = output_weights(model, layers=site.layer, anatomy=anatomy).items()
+    out = _write_site(anatomy, site)
     out_tap = anatomy.tap(out)
-    norm = None if out_tap.point.module == tap.through else model.get_submodule(out_tap.point.module)
-    gain = None
-    if norm is not None and not any(True for _ in norm.children()):  # an attention module is no norm
-        try:
-            gain = norm_gain(norm, anatomy.d_model, weight[0])
-        except (ValueError, TypeError):
-            norm = None
-    return HeadWrites(
-        z,
-        out,
-        weight,
-        bias if bool(bias.any()) else None,
-        norm,
-        gain,
-        coefficient(model, out_tap.factor, out_tap.vectors),
-    )
+    try:
+        last = last_map(model, tap.through, out_tap.point.module, anatomy.d_model)
+    except ValueError:  # no norm is behind it; whether it changes the sum is seen on the tokens
+        last = last_map(model, tap.through, tap.through, anatomy.d_model)
+    bias = last.bias.to(weight) if bool(last.bias.any()) else None
+    return HeadWrites(z, out, weight, bias, last.post_norm, coefficient(model, out_tap.factor, out_tap.vectors))
+
+
+@torch.no_grad()
+def head_maps(
+    model: LoadedModel | nn.Module, layer: int, anatomy: Anatomy | None = None
+) -> tuple[Float[Tensor, "head d_head d_model"], Float[Tensor, " d_model"]]:
+    """W_O of every head of a layer, and b_O (zeros where there is none), before any norm; float32 or wider.
+
+    Raises:
+        KeyError, IndexError: a layer whose heads' writes this model does not offer.
+    """
+    module = model.module if isinstance(model, LoadedModel) else model
+    anatomy = dissect(module) if anatomy is None else anatomy
+    (weight,) = output_weights(module, layers=layer, anatomy=anatomy).values()
+    path = anatomy.tap(anatomy.expand([("head_out", layer)])[0]).through
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return wide, last_map(module, path, path, anatomy.d_model).bias.to(wide)
 
 
 def _write_site(anatomy: Anatomy, site: Site) -> Site:

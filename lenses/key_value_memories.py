@@ -223,7 +223,7 @@ class Values:
         end = unembedding_of(self.module, self.anatomy)
         last = self.maps[layer]
         rows = last.weight if neurons is None else last.weight[neurons.to(last.weight.device)]
-        seen = last.folded(rows)
+        seen = last.folded(rows.double())
         if end.norm is not None:
             seen = frozen_norm(end.norm, self.anatomy.d_model).folded(seen)
         return seen.to(end.weight)

@@ -24,8 +24,8 @@ from microtome.capture.anatomy import Anatomy, coefficient
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
+from microtome.lenses.frozen_norm import FrozenNorm, frozen_norm
 from microtome.lenses.head_writes import HeadWrites, head_writes
-from microtome.lenses.norm_gain import NormGain, norm_gain
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 Translator = Callable[[Tensor], Tensor]
@@ -50,7 +50,7 @@ class Lens:
     sites: tuple[Site, ...]
     norm: str = "own"
     translators: Mapping[Site, Translator] = field(default_factory=dict)
-    gain: NormGain | None = None
+    gain: FrozenNorm | None = None
     heads: Mapping[Site, HeadWrites] = field(default_factory=dict)
     coefficients: Mapping[Site, float | Tensor] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Lens:
         """One site's value, as it enters the stream, behind translator and norm."""
         translate = self.translators.get(site)
         value = value if translate is None else translate(value)
-        return self.gain(value) if self.norm == "gain" else self.unembedding.normed(value)
+        return self.gain.folded(value) if self.gain is not None else self.unembedding.normed(value)
 
     def states(self, values: Mapping[Site, Tensor]) -> Float[Tensor, "depth token d_model"]:
         """All sites' states behind the norm, from the values of `reads`."""
@@ -149,7 +149,7 @@ def logit_lens_of(
         end,
         tuple(wanted),
         norm,
-        gain=norm_gain(end.norm, anatomy.d_model, end.weight[0]) if norm == "gain" else None,
+        gain=frozen_norm(end.norm, anatomy.d_model) if norm == "gain" else None,
         heads=heads,
         coefficients={site: coefficient(module, tap.factor, tap.vectors) for site, tap in taps.items()},
     )

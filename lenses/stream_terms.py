@@ -13,7 +13,7 @@ and no write of a head or neuron is ever made.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from microtome.capture.anatomy import TERM_OF_ROLE, Anatomy, Block, coefficient
@@ -52,9 +52,9 @@ class LastMap:
             direction = self.post_norm.back(direction, self.post_norm.scale(self.written(inputs)))
         return direction @ double(self.weight).T, direction @ self.bias, shift
 
-    def folded(self, writes: Tensor) -> Float64[Tensor, "*any d_model"]:
-        """Writes as they enter the stream, up to a positive factor."""
-        return double(writes) if self.post_norm is None else self.post_norm.folded(writes)
+    def folded(self, writes: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_model"]:
+        """Writes as they enter the stream, up to a positive factor; in their dtype."""
+        return writes if self.post_norm is None else self.post_norm.folded(writes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from microtome.capture.anatomy import coefficient
 from microtome.capture.dissect import dissect
-from microtome.capture.layouts import affine_weight
 from microtome.capture.models import LoadedModel
 from microtome.kernels.vocabulary_statistics import vocabulary_statistics
-from microtome.lenses.norm_gain import norm_gain
+from microtome.lenses.frozen_norm import frozen_norm
+from microtome.lenses.stream_terms import last_map
 from microtome.lenses.unembedding import unembedding_of
 
 
@@ -56,7 +56,7 @@ def vector_words(
         raise ValueError(f"norm is {norm!r}. Give 'own' or 'gain'.")
     rows = rows.to(end.weight)
     is_gain = norm == "gain"
-    states = norm_gain(end.norm, width, end.weight[0])(rows) if is_gain else end.normed(rows)
+    states = frozen_norm(end.norm, width).folded(rows) if is_gain else end.normed(rows)
     found = vocabulary_statistics(
         states[None],
         end.weight,
@@ -102,18 +102,12 @@ def neuron_vectors(
     term = next((term for term in block.contributions if term.role == "mlp"), None)
     if term is None or term.projection is None:
         raise ValueError(f"The MLP of layer {layer} has no single last linear map, so its neurons have no rows.")
-    projection = module.get_submodule(term.projection.module)
-    parameter = next(p for p in module.parameters() if p.dtype.is_floating_point)
-    width = getattr(projection, "in_features", anatomy.tap(block.site("mlp_act")).width)
-    weight = affine_weight(projection, torch.zeros(1, 1, width, dtype=parameter.dtype, device=parameter.device))
-    numbers = list(range(weight.shape[0])) if neurons is None else list(neurons)
-    if bad := [n for n in numbers if not 0 <= n < weight.shape[0]]:
-        raise IndexError(f"neuron {bad[0]} is out of range: layer {layer} has {weight.shape[0]}, from 0.")
-    rows = weight[numbers].detach().clone()
-    after = module.get_submodule(term.point.module)
-    if term.point.module != term.projection.module and not any(True for _ in after.children()):
-        rows = norm_gain(after, anatomy.d_model, rows[0] if numbers else parameter.flatten()[:1])(rows)
-    return rows * coefficient(module, term.factor, term.vectors)
+    last = last_map(module, term.projection.module, term.point.module, anatomy.d_model)
+    count = len(last.weight)
+    numbers = list(range(count)) if neurons is None else list(neurons)
+    if bad := [n for n in numbers if not 0 <= n < count]:
+        raise IndexError(f"neuron {bad[0]} is out of range: layer {layer} has {count}, from 0.")
+    return last.folded(last.weight[numbers]) * coefficient(module, term.factor, term.vectors)
 
 
 def token_words(model: LoadedModel | nn.Module | None, ids: Sequence[int]) -> list[str]:

@@ -17,11 +17,11 @@ from microtome.lenses.attention_lens_start import (
     closed_form_map,
     closed_form_readout,
     folded_unembedding,
-    head_writes,
     peer_r2,
     plain_bias,
     plain_weight,
 )
+from microtome.lenses.head_writes import head_maps
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
@@ -48,7 +48,7 @@ def models(tiny, word_tokenizer) -> dict[str, LoadedModel]:
 @pytest.mark.parametrize("mode", ["joint", "independent", "shared", "residual"])
 def test_small_form_says_what_the_original_form_says(models, kind: str, mode: str) -> None:
     rows = lens_rows(models[kind], TEXTS, 1)
-    writes, _ = head_writes(models[kind], 1)
+    writes, _ = head_maps(models[kind], 1)
     end = unembedding_of(models[kind])
     shapes = readout_shape(mode, "original", 4, 8, 32, end.vocab)
     original = Readout(mode, "original", 0.3 * random(*shapes[0]), random(*shapes[1], seed=1))
@@ -75,7 +75,7 @@ def test_head_writes_are_what_the_model_adds(models, kind: str) -> None:
     """Summed with b_O they are the attention's output; in Gemma 2, before the norm behind the branch."""
     model = models[kind]
     rows = lens_rows(model, TEXTS[:1], 1, positions="every")
-    writes, bias = head_writes(model, 1)
+    writes, bias = head_maps(model, 1)
     total = readout_input(rows.mixed, writes, "shared", "small")[0] + bias
     with taps(model, ["attn_out.1"]) as tape:
         model.module(model.tokenizer(TEXTS[0], return_tensors="pt").input_ids)
@@ -235,14 +235,14 @@ def test_a_norm_of_another_kind_is_refused() -> None:
         def forward(self, x):
             return x.cumsum(-1)
 
-    with pytest.raises(ValueError, match="is neither an RMSNorm nor a LayerNorm"):
+    with pytest.raises(ValueError, match="is neither RMSNorm nor LayerNorm"):
         folded_unembedding(Unembedding(Mixing(), random(10, 6)))
 
 
 def test_plain_lens_of_a_model_of_one_attention_layer_is_exact(models) -> None:
     """Without norm and MLP, logits = (r_0 + sum of o_h + b_O) W_U + b_U: W_h = W_U and r_0 W_U added are the model."""
     rows = lens_rows(models["gpt2"], TEXTS, 1)
-    writes, bias = head_writes(models["gpt2"], 1)
+    writes, bias = head_maps(models["gpt2"], 1)
     end = Unembedding(None, random(120, 32), random(120, seed=1))
     entering = random(len(rows), 32, seed=2)
     leaving = entering + readout_input(rows.mixed, writes, "shared", "small")[0] + bias
@@ -341,7 +341,7 @@ def test_decode_shows_the_caveat_beside_every_head(models) -> None:
     last = lens.decode(model, TEXTS, [-1]).to_frame()
     assert last.equals(lens.decode(model, TEXTS).to_frame())
     plain = lens.decode(model, TEXTS[:1], top=1).plain_ids[0]
-    writes, _ = head_writes(model, 1)
+    writes, _ = head_maps(model, 1)
     o = readout_input(lens_rows(model, TEXTS[:1], 1, positions="last").mixed, writes, "independent", "original")[:, 0]
     assert plain[:, 0].tolist() == (o @ folded_unembedding(unembedding_of(model)).weight).argmax(-1).tolist()
 

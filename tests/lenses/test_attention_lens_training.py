@@ -20,8 +20,9 @@ from microtome.lenses.attention_lens_files import load_attention_lens, save_atte
 from microtome.lenses.attention_lens_loss import best_bias
 from microtome.lenses.attention_lens_rows import LensRows, lens_rows
 from microtome.lenses.attention_lens_scores import causal_agreement, lens_cosine, score_attention_lens
-from microtome.lenses.attention_lens_start import folded_unembedding, head_writes, plain_weight
+from microtome.lenses.attention_lens_start import folded_unembedding, plain_weight
 from microtome.lenses.attention_lens_training import fit_attention_lens, train_attention_lens
+from microtome.lenses.head_writes import head_maps
 from microtome.lenses.unembedding import unembedding_of
 
 KINDS = ["llama", "gpt2", "gemma2"]
@@ -147,7 +148,7 @@ def test_weights_of_the_best_evaluation_are_kept_and_patience_ends_it(models, sh
 
 def test_shrink_pulls_towards_the_plain_unembedding(models, shards) -> None:
     model, rows = models["llama"], shards["llama"]
-    plain = plain_weight(head_writes(model, 1)[0], folded_unembedding(unembedding_of(model)))
+    plain = plain_weight(head_maps(model, 1)[0], folded_unembedding(unembedding_of(model)))
 
     def distance(shrink: float) -> float:
         settings = {"start": "zero", "steps": 40, "evaluate_every": 40, "learning_rate": 0.01}
@@ -228,7 +229,7 @@ def test_scores_are_what_they_are_said_to_be(models, shards, kind: str) -> None:
     lens = AttentionLens(
         1, "joint", 0.5 * random(4, 8, 120), random(1, 120), random(4, 8, seed=3), torch.tensor([0.1, 0.2, 0.3, 0.4])
     )
-    plain = plain_weight(head_writes(model, 1)[0], folded_unembedding(end))
+    plain = plain_weight(head_maps(model, 1)[0], folded_unembedding(end))
     bias = best_bias(shards[kind]["fit"].normed, end)
     scores = score_attention_lens(lens, rows, end, bias=bias, plain=plain, top=5)
     p = end.logits_of_normed(rows.normed).log_softmax(-1)

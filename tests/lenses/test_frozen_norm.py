@@ -84,3 +84,19 @@ def test_another_map_is_refused_with_its_error(module):
 def test_a_module_of_another_shape_is_refused():
     with pytest.raises(ValueError, match="Linear is no norm"):
         frozen_norm(nn.Linear(WIDTH, 4), WIDTH)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_write_is_folded_in_its_own_dtype(dtype):
+    module = perturbed(nn.LayerNorm(WIDTH))
+    write = torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(1)).add(1).to(dtype)
+    found = frozen_norm(module, WIDTH).folded(write)
+    assert found.dtype == dtype
+    expected = (write - write.mean(-1, keepdim=True)).double() * module.weight.detach().double()
+    error = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 0.05}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=error, atol=error)
+
+
+def test_no_norm_folds_to_the_identity():
+    write = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(frozen_norm(None, WIDTH).folded(write), write)

@@ -96,9 +96,9 @@ def test_a_write_under_the_gain_is_its_share_of_the_logits(kind, tiny):
         model(torch.tensor([TEXTS[0]]))
     write, stream = tape[site][0], tape["resid_post.2"][0]
     end = unembedding_of(model)
-    share = lens.states({lens.sites[0]: write})[0] + lens.gain(stream - write)
-    scale = lens.gain.scale(stream, end.normed(stream))
-    torch.testing.assert_close(share * scale + lens.gain.bias, end.normed(stream), rtol=1e-3, atol=1e-3)
+    share = lens.states({lens.sites[0]: write})[0] + lens.gain.folded(stream - write)
+    scale = lens.gain.scale(stream)[..., None]
+    torch.testing.assert_close((share / scale + lens.gain.shift).float(), end.normed(stream), rtol=1e-3, atol=1e-3)
     found = logit_lens(model, TEXTS, [site], norm="gain")
     assert np.isnan(found.kl).all()
     assert np.isfinite(found.entropy).all()

@@ -5,8 +5,9 @@ import torch
 
 from microtome.lenses.attention_lens_loss import readout_kl
 from microtome.lenses.attention_lens_rows import lens_rows
-from microtome.lenses.attention_lens_start import folded_unembedding, head_writes, plain_weight
+from microtome.lenses.attention_lens_start import folded_unembedding, plain_weight
 from microtome.lenses.attention_lens_training import fit_attention_lens
+from microtome.lenses.head_writes import head_maps
 from microtome.lenses.unembedding import unembedding_of
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ def test_padding_does_not_count(smollm2) -> None:
     batched = lens_rows(smollm2, TEXTS[:5], 25, positions="last")
     alone = lens_rows(smollm2, TEXTS[:5], 25, positions="last", max_tokens=1)
     end = unembedding_of(smollm2)
-    weight = 0.05 * plain_weight(head_writes(smollm2, 25)[0], folded_unembedding(end)).flatten(0, 1)[None]
+    weight = 0.05 * plain_weight(head_maps(smollm2, 25)[0], folded_unembedding(end)).flatten(0, 1)[None]
     bias = torch.zeros(1, 1, end.vocab)
     losses = [readout_kl(rows.mixed.flatten(1)[None], weight, bias, rows.normed, end) for rows in (batched, alone)]
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
