@@ -71,13 +71,16 @@ def maps_to_last(
     return maps
 
 
-def translated_lens(model: LoadedModel | nn.Module, maps: Mapping[str, LinearMap], *, name: str = "ridge") -> Lens:
-    """The lens behind maps to the last depth, by site; the last depth itself is read without one.
+def translated_lens(
+    model: LoadedModel | nn.Module, maps: Mapping[str | tuple | Site, LinearMap], *, name: str = "ridge"
+) -> Lens:
+    """The lens behind maps to the last depth, by site or its name; the last depth itself is read without one.
 
     Raises:
         ValueError: a map of another width, or of a site that is no depth of this model.
     """
     depths = depths_of(model)
+    maps = {str(Site.parse(site)): each for site, each in maps.items()}
     if strange := [site for site in maps if site not in map(str, depths[:-1])]:
         raise ValueError(f"{strange[0]} is no depth before the last of this model of {len(depths) - 1} blocks.")
     chosen = [site for site in depths[:-1] if str(site) in maps]

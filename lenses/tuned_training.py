@@ -97,7 +97,7 @@ def fit_tuned_lens(
     *,
     documents: Sequence[int] | None = None,
     depths: Sequence[int] | None = None,
-    start: Mapping[str, LinearMap] | str = "zero",
+    start: Mapping[str | tuple | Site, LinearMap] | str = "zero",
     settings: TunedSettings | None = None,
     checkpoint: str | Path | None = None,
     progress: bool = False,
@@ -109,7 +109,8 @@ def fit_tuned_lens(
         texts: as for `capture`. documents: number of each text's document, each its own if None; held-out ones are
             whole documents.
         depths: numbers 0 .. L-1 of the depths to train, all if None.
-        start: "zero" (the logit lens, as in the paper), or maps r_l -> r_L by site, such as ridge maps from moments.
+        start: "zero" (the logit lens, as in the paper), or maps r_l -> r_L by site or its name, such as ridge maps from
+            moments.
         checkpoint: folder for the state; what is there of the same training is gone on with.
         options: of the texts, as `corpus_pass` takes them.
 
@@ -348,7 +349,7 @@ def _float32(end: Unembedding) -> Unembedding:
 
 
 def _started(
-    start: Mapping[str, LinearMap] | str, sites: Sequence[Site], width: int, device: torch.device
+    start: Mapping[str | tuple | Site, LinearMap] | str, sites: Sequence[Site], width: int, device: torch.device
 ) -> tuple[Float[Tensor, "depth d_model d_model"], Float[Tensor, "depth d_model"]]:
     """A and b to begin with."""
     if isinstance(start, str):
@@ -356,7 +357,7 @@ def _started(
             raise ValueError(f"start is {start!r}. Give 'zero', or maps from each depth to the last by site.")
         zeros = torch.zeros(len(sites), width, width, device=device)
         return zeros, zeros[:, 0].clone()
-    by_name = {str(site): each for site, each in start.items()}
+    by_name = {str(Site.parse(site)): each for site, each in start.items()}
     if missing := [str(site) for site in sites if str(site) not in by_name]:
         raise ValueError(f"start has no map for {', '.join(missing[:3])}. Give one for each depth that is trained.")
     chosen = [by_name[str(site)] for site in sites]

@@ -1,11 +1,14 @@
 import pytest
 import torch
 
-from microtome.capture import taps
+from microtome.capture import Site, taps
 from microtome.lenses.lens import logit_lens_of
 from microtome.lenses.lens_statistics import lens_statistics
 from microtome.lenses.linear_map import identity_map
+from microtome.lenses.moments_pass import moments_of
 from microtome.lenses.ridge_lens import ridge_to_last, translated_lens
+from microtome.lenses.shortcuts import fit_shortcuts
+from microtome.lenses.tuned_training import TunedSettings, fit_tuned_lens
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +52,14 @@ def test_what_does_not_fit_is_refused(tiny, texts):
         translated_lens(model, {"resid_post.2": identity_map(32)})
     with pytest.raises(ValueError, match="31 to 31"):
         translated_lens(model, {"resid_post.0": identity_map(31)})
+
+
+def test_shortcuts_are_taken_as_they_come_by_lens_and_training(tiny, texts):
+    model = tiny("llama")
+    shards = ["fit"] * 20 + ["validation"] * 6 + ["test"] * 4
+    moments = moments_of(model, texts[:30], ["resid_pre.0", "resid_post.0", "resid_post.2"], shards=shards)
+    maps = fit_shortcuts(moments).translators()
+    assert [str(site) for site in translated_lens(model, maps).sites] == ["resid_pre.0", "resid_post.0", "resid_post.2"]
+    settings = TunedSettings(steps=1, tokens=8, rate=0.0, weight_decay=0.0)
+    tuned = fit_tuned_lens(model, texts[:30], depths=[0, 1], start=maps, settings=settings)
+    torch.testing.assert_close(tuned.maps()["resid_post.0"].weight, maps[Site("resid_post", 0)].weight)
