@@ -30,6 +30,7 @@ from microtome.capture.models import LoadedModel
 from microtome.lenses.attention_lens_rows import LensRows, lens_rows
 from microtome.lenses.attention_lens_start import folded_unembedding, plain_weight
 from microtome.lenses.head_writes import head_maps
+from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import unembedding_of
 
 # one of MODES; told by a message of ours, so not a Literal
@@ -219,7 +220,7 @@ class AttentionLens:
             self.layer,
             rows.text,
             rows.position,
-            tuple(words_of(model, rows.token_ids)),
+            tuple(token_words(model, rows.token_ids, is_visible=True)),
             torch.stack(ids["lens"], 1),
             torch.stack(values, 1),
             torch.stack(ids["plain"], 1),
@@ -288,19 +289,9 @@ class HeadReadings:
         )
 
 
-def words_of(model: LoadedModel, ids: Tensor) -> list[str]:
-    """Tokens spelled for a table: a leading space is left out, other white space is made visible."""
-    return [_visible(model.tokenizer.decode([number])) for number in ids.reshape(-1).tolist()]
-
-
 def _spelled(model: LoadedModel, ids: Tensor) -> list[tuple[int, str]]:
     numbers = ids.unique()
-    return list(zip(numbers.tolist(), words_of(model, numbers), strict=True))
-
-
-def _visible(word: str) -> str:
-    bare = word[1:] if len(word) > 1 and word[0] == " " and not word[1].isspace() else word
-    return bare.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "␣") or "∅"
+    return list(zip(numbers.tolist(), token_words(model, numbers, is_visible=True), strict=True))
 
 
 def _at_positions(rows: LensRows, positions: str | Sequence[int]) -> LensRows:

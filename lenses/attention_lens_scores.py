@@ -21,9 +21,10 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from microtome.capture.models import LoadedModel
-from microtome.lenses.attention_lens import CAVEAT, LEAST_PROBABILITY, AttentionLens, words_of
+from microtome.lenses.attention_lens import CAVEAT, LEAST_PROBABILITY, AttentionLens
 from microtome.lenses.attention_lens_loss import block_kl, residual_scores, teacher_blocks
 from microtome.lenses.attention_lens_rows import LensRows, lens_rows
+from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 
@@ -75,8 +76,7 @@ class AttentionLensScores:
         """
 
         def said(found: tuple[tuple[int, float], ...]) -> str:
-            ids = torch.tensor([token for token, _ in found[:shown]], dtype=torch.long)
-            return " ".join(words_of(model, ids) if model is not None else map(str, ids.tolist()))
+            return " ".join(token_words(model, [token for token, _ in found[:shown]], is_visible=True))
 
         table = self._numbers()
         table.insert(0, "layer", self.layer)

@@ -38,6 +38,7 @@ from microtome.capture.taps import taps
 from microtome.capture.text_source import TextSource, text_source
 from microtome.lenses.attribution_rows import Places, Positions, Tokens, token_numbers, wanted_positions
 from microtome.lenses.logit_parts import LogitParts
+from microtome.lenses.token_words import token_words
 
 MAX_TOKENS = 1024
 LARGEST_NEURONS = 100
@@ -194,14 +195,8 @@ def _assembled(
         )
     scores = scores.assign(sum=total, residual=residual)
     for name in ("target", "against", "top"):
-        scores[name] = [_word(loaded.tokenizer, number) for number in scores[f"{name}_id"]]
+        scores[name] = ["" if pd.isna(number) else token_words(loaded, [number])[0] for number in scores[f"{name}_id"]]
     first = ["text", "position", "token", "target", "target_id", "against", "against_id", "logit", "sum", "residual"]
     scores = scores[[*first, "scale", "model_logit", "cap", "top", "top_id", "top_logit"]]
     scores = scores.astype({"target_id": "int64", "against_id": "Int64", "top_id": "int64", "cap": "float64"})
     return LogitAttribution(table.assign(residual=residual[table["row"]]), scores, by)
-
-
-def _word(tokenizer: Any, number: Any) -> str:
-    if pd.isna(number):
-        return ""
-    return str(int(number)) if tokenizer is None else tokenizer.decode([int(number)])

@@ -37,6 +37,7 @@ from microtome.kernels.vocabulary_statistics import vocabulary_statistics
 from microtome.lenses.attribution_rows import Token, token_numbers
 from microtome.lenses.frozen_norm import FrozenNorm, frozen_norm
 from microtome.lenses.stream_terms import last_map
+from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import unembedding_of
 
 
@@ -274,12 +275,7 @@ def _table(
     ids: Int64[Tensor, " position"],
 ) -> pd.DataFrame:
     norm = None if end.norm is None else frozen_norm(end.norm, width)
-    tokenizer = loaded.tokenizer
-
-    def words(row: Tensor) -> tuple[str, ...]:
-        return tuple(str(i) if tokenizer is None else tokenizer.decode([i]) for i in row.tolist())
-
-    names = words(ids)
+    names = token_words(loaded, ids)
     rows = []
     for matrix in matrices:
         side = matrix.stream_side.double()
@@ -301,8 +297,8 @@ def _table(
                     "token": names[place],
                     "norm": float(matrix.norm[place]),
                     "input_norm": float(matrix.inputs[place].norm()),
-                    "words": words(both[0].top_ids[0, place]),
-                    "negative_words": words(both[1].top_ids[0, place]),
+                    "words": tuple(token_words(loaded, both[0].top_ids[0, place])),
+                    "negative_words": tuple(token_words(loaded, both[1].top_ids[0, place])),
                     "target_rank": int(both[0].target_rank[0, place]),
                     "target_rank_from_bottom": int(both[1].target_rank[0, place]),
                     "imprint" if not matrix.writes_stream else "shift": float(matrix.inputs[place].square().sum()),

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int64
@@ -37,6 +36,7 @@ from microtome.lenses.corpus_pass import Chunk, CorpusPass, corpus_pass
 from microtome.lenses.frozen_norm import frozen_norm
 from microtome.lenses.memory_files import read_triggers, write_triggers
 from microtome.lenses.stream_terms import LastMap, last_map
+from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import unembedding_of
 
 NEURONS_AT_ONCE = 256
@@ -268,17 +268,13 @@ def value_words(
     numbers = list(range(count)) if neurons is None else [int(n) for n in neurons]
     if wrong := [n for n in numbers if not 0 <= n < count]:
         raise IndexError(f"layer {layer} has {count} neurons; there is no {wrong[0]}.")
-    tokenizer = model.tokenizer if isinstance(model, LoadedModel) else None
     ids = [values.statistics(layer, torch.tensor(numbers), sign=s, top=top)["top_ids"].numpy() for s in (1, -1)]
-
-    def words(row: np.ndarray) -> tuple[str, ...]:
-        return tuple(str(i) if tokenizer is None else tokenizer.decode([i]) for i in row.tolist())
 
     return pd.DataFrame(
         {
             "neuron": numbers,
-            "words": [words(row) for row in ids[0]],
-            "negative_words": [words(row) for row in ids[1]],
+            "words": [tuple(token_words(model, row)) for row in ids[0]],
+            "negative_words": [tuple(token_words(model, row)) for row in ids[1]],
             "top_id": ids[0][:, 0],
             "bottom_id": ids[1][:, 0],
         }

@@ -17,7 +17,7 @@ from microtome.capture.models import LoadedModel
 from microtome.figures.lens_table import lens_table as lens_table_figure
 from microtome.lenses.lens import Lens, logit_lens_of
 from microtome.lenses.lens_statistics import LensStatistics, lens_statistics
-from microtome.lenses.vector_words import token_words
+from microtome.lenses.token_words import token_words
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,6 +39,7 @@ from microtome.lenses.relations import (
     relation_states,
     wilson_interval,
 )
+from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 BETAS = (1.0, 1.5, 2.25, 3.5, 5.0, 8.0)
@@ -187,11 +188,7 @@ def relation_study(
             "subject": [*own.subjects, *(pairs[row][0] for rows in parts.values() for row in rows)],
             "object": [*own.objects, *(pairs[row][1] for rows in parts.values() for row in rows)],
             "part": ["example"] * len(own) + [part for part, rows in parts.items() for _ in rows],
-            "said": [
-                model.require_tokenizer().decode([token])
-                for found in (fitted, *states.values())
-                for token in found.said.tolist()
-            ],
+            "said": token_words(model, torch.cat([found.said for found in (fitted, *states.values())])),
             "is_known": [bool(known) for found in (fitted, *states.values()) for known in found.is_known],
         }
     )

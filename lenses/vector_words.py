@@ -19,6 +19,7 @@ from microtome.capture.models import LoadedModel
 from microtome.kernels.vocabulary_statistics import vocabulary_statistics
 from microtome.lenses.frozen_norm import frozen_norm
 from microtome.lenses.stream_terms import last_map
+from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import unembedding_of
 
 
@@ -108,12 +109,3 @@ def neuron_vectors(
     if bad := [n for n in numbers if not 0 <= n < count]:
         raise IndexError(f"neuron {bad[0]} is out of range: layer {layer} has {count}, from 0.")
     return last.folded(last.weight[numbers]) * coefficient(module, term.factor, term.vectors)
-
-
-def token_words(model: LoadedModel | nn.Module | None, ids: Sequence[int]) -> list[str]:
-    """Each token as text, special characters of the tokenizer made plain; its number where there is no tokenizer."""
-    tokenizer = model.tokenizer if isinstance(model, LoadedModel) else None
-    if tokenizer is None:
-        return [str(number) for number in ids]
-    known = {number: tokenizer.decode([number]) for number in set(ids)}
-    return [known[number] for number in ids]
