@@ -13,7 +13,7 @@ from microtome.capture.models import LoadedModel
 
 
 def token_words(
-    model: LoadedModel | nn.Module | None, ids: Iterable[int] | Int[Tensor, "*any"], *, is_visible: bool = False
+    model: LoadedModel | nn.Module | None, ids: Iterable[Any] | Int[Tensor, "*any"], *, is_visible: bool = False
 ) -> list[str]:
     """Each token as text, in order; its number where there is no tokenizer.
 

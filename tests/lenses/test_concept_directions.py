@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 
@@ -73,7 +75,7 @@ def test_bad_input():
 
 @pytest.mark.parametrize("target", [None, 2])
 def test_a_study_has_every_method_on_the_same_subjects(tiny, word_tokenizer, monkeypatch, target):
-    from microtome.lenses import concept_directions as module
+    module = importlib.import_module("microtome.lenses.concept_directions")
 
     real = module.relation_states
 

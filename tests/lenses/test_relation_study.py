@@ -1,3 +1,5 @@
+import importlib
+
 import numpy as np
 import pytest
 import torch
@@ -68,7 +70,7 @@ def test_bad_input(loaded, pairs, settings, message):
 
 def test_known_pairs_are_edited(loaded, monkeypatch):
     """With the objects set to what the model says, all pairs are known, and whole states carry the answer over."""
-    from microtome.lenses import relation_study as module
+    module = importlib.import_module("microtome.lenses.relation_study")
 
     real = module.relation_states
 
