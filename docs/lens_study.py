@@ -227,7 +227,7 @@ def attention() -> None:
                 layer,
                 documents=found.documents,
                 max_rows=20_000,
-                steps=200,
+                steps=100,
                 seed=seed,
                 folder=FOLDER / f"attention_{layer}_{seed}",
                 progress=True,

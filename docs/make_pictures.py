@@ -1,20 +1,32 @@
-"""Make the README's pictures from a finished demo run: `make pictures` (needs a headless Chromium)."""
+"""Make the README's pictures: `make pictures` (needs a headless Chromium, and a finished `make demo`)."""
 
 import sys
 from pathlib import Path
 
-from microtome.data import Run
-from microtome.figures import screenshot, write_png
+from microtome.capture import load_model
+from microtome.data import Run, load_data
+from microtome.figures import attribution_bars, head_role_grid, screenshot, write_png
+from microtome.lenses import head_roles, lens_table, logit_attribution
+
+FACT = "The capital of France is"
 
 
 def main(run_path: str = "runs/demo", out: str = "docs/images") -> None:
-    """Write the head map, the layer curve and the top of the report as PNG."""
+    """Write the demo's head map, layer curve and report, and a fact under the lens, its parts and the heads' roles."""
     run, folder = Run.open(run_path), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("head_map", "layer_curve"):
         print(write_png(run.figure(name), folder / f"{name}.png"))
     report = (run.path / "report.html").read_text(encoding="utf-8")
     print(screenshot(report, folder / "report.png", width=1280, height=900))
+
+    model = load_model("smollm2")
+    print(write_png(lens_table(model, FACT).plot(), folder / "lens_table.png"))
+    parts = logit_attribution(model, [FACT], target=" Paris", against=" London", by="head")
+    print(write_png(attribution_bars(parts.table), folder / "attribution_bars.png"))
+    english = load_data("english", texts=48)
+    roles = head_roles(model, english.texts, documents=english.table["group"], max_length=256)
+    print(write_png(head_role_grid(roles.to_frame()), folder / "head_roles.png"))
 
 
 if __name__ == "__main__":
