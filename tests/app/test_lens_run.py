@@ -131,9 +131,7 @@ def test_a_mistake_is_one_line(model, flags, said) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_other_weights_are_no_finished_run_and_no_part_of_a_stopped_one(
-    tiny, word_tokenizer, here, monkeypatch
-) -> None:
+def test_other_weights_are_neither_a_finished_nor_a_stopped_run(tiny, word_tokenizer, here, monkeypatch) -> None:
     def saved(seed: int) -> None:
         tiny("llama", seed=seed).save_pretrained(here / "model")
         word_tokenizer.save_pretrained(here / "model")
