@@ -32,6 +32,8 @@ def lens(
     config: Annotated[Path | None, typer.Option(help="YAML file with settings; options override it")] = None,
     text: Annotated[str | None, _option("text")] = None,
     data: Annotated[str | None, _option("data")] = None,
+    text_column: Annotated[str | None, _option("text_column")] = None,
+    group_column: Annotated[str | None, _option("group_column")] = None,
     texts: Annotated[int | None, _option("texts")] = None,
     max_length: Annotated[int | None, _option("max_length")] = None,
     lens: Annotated[list[str] | None, _option("lens")] = None,

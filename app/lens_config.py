@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from microtome.data.catalogue import DATA_SETS
+
 
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str | int) else value
@@ -21,7 +23,13 @@ class LensConfig(BaseModel):
     model: str = Field("smollm2", min_length=1, description="bundled name, hub id, folder or GGUF file")
     text: str | None = Field(None, min_length=1, description="a text whose every token is read at every depth")
     data: str | None = Field(
-        None, description="a data set (`microtome data list`) for curves by depth, and to fit ridge and tuned lenses on"
+        None,
+        description="a data set (`microtome data list`), or a CSV, JSONL or Parquet file, for curves by depth, and to "
+        "fit ridge and tuned lenses on",
+    )
+    text_column: str = Field("text", description="the file's column of texts")
+    group_column: str | None = Field(
+        None, description="the file's column of documents, which splits and intervals take whole; each text if left out"
     )
     texts: int = Field(64, ge=2, description="texts drawn from the data set")
     max_length: int = Field(128, ge=4, description="tokens of a text; longer ones are cut")
@@ -45,6 +53,10 @@ class LensConfig(BaseModel):
     def _can_be_read(self) -> "LensConfig":
         if self.text is None and self.data is None:
             raise ValueError("there is nothing to read: give a text (--text), a data set (--data), or both.")
+        if self.data is not None and self.data not in DATA_SETS and not Path(self.data).expanduser().is_file():
+            raise ValueError(f"data: {self.data!r} is neither a data set ({', '.join(DATA_SETS)}) nor a file here.")
+        if self.text is not None and not self.text.strip():
+            raise ValueError("the text is only white space. Give one with words in it (--text).")
         if len(set(self.lens)) < len(self.lens):
             raise ValueError(f"lens names one twice: {', '.join(self.lens)}.")
         needs = [name for name in ("ridge",) if name in self.lens] + (["a training"] if self.fit_tuned else [])

@@ -31,6 +31,7 @@ from microtome.data.catalogue import DATA_SETS, load_data
 from microtome.data.replaced_file import replaced_file
 from microtome.data.runs import Run
 from microtome.data.spoken import spoken_seconds
+from microtome.data.table import read_table, table_sha256
 from microtome.figures.lens_curves import lens_curves
 from microtome.figures.lens_table import lens_table as lens_table_figure
 from microtome.figures.report import Section, html_report
@@ -65,10 +66,12 @@ def run_lens(config: LensConfig, *, progress: bool = True, say: Any = print) -> 
     and KeyError for a model, data set or lens that cannot be used.
     """
     path = config.out.expanduser().resolve() / (config.name or _default_name(config))
-    settings = _compared(config)
+    table, facts = _drawn(config)
+    settings = _compared(config, facts)
     if _is_finished(path):
+        found = _finished(path, settings, load_model(config.model))
         say(f"{path.name} is finished already.")
-        return _finished(path, settings)
+        return found
     if path.exists():
         raise FileExistsError(f"{path} is there and no finished lens run. Give this run another name (--name).")
     Run.require_free(path.parent, path.name)
@@ -76,15 +79,29 @@ def run_lens(config: LensConfig, *, progress: bool = True, say: Any = print) -> 
         raise PermissionError(f"{path.parent} cannot be written to. Give another folder of runs (--out).")
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path):
-        return _finished(path, settings) if _is_finished(path) else _made(config, path, settings, progress)
+        model = load_model(config.model)
+        if _is_finished(path):  # by a process that was at it a moment ago
+            return _finished(path, settings, model)
+        kept = path.with_name(f".{path.name}.fits")
+        _require_same_fits(kept, settings | {"weights": model.provenance.weight_sha256}, path)
+        try:
+            return _made(config, model, table, facts, path, kept, settings, progress)
+        finally:
+            _remove_unused(kept)
 
 
-def _made(config: LensConfig, path: Path, settings: dict, progress: bool) -> LensRun:
+def _made(
+    config: LensConfig,
+    model: LoadedModel,
+    table: pd.DataFrame | None,
+    facts: dict,
+    path: Path,
+    kept: Path,
+    settings: dict,
+    progress: bool,
+) -> LensRun:
     started = time.perf_counter()
-    model = load_model(config.model)
-    kept = path.with_name(f".{path.name}.fits")
-    _require_same_fits(kept, settings, path)
-    fitting, reading = _texts(config, model)
+    fitting, reading = _shares(config, table)
     lenses, tuned = _lenses(config, model, fitting, kept, progress)
     tables: dict[str, pd.DataFrame] = {}
     if config.text is not None:
@@ -101,7 +118,7 @@ def _made(config: LensConfig, path: Path, settings: dict, progress: bool) -> Len
         tables["training"] = tuned.history
     run = Run.create(kept, path.name, _repeatable(config), seed=config.seed, overwrite=True)
     seconds = time.perf_counter() - started
-    run.record(model=model.provenance.to_dict(), seconds=round(seconds, 3))
+    run.record(model=model.provenance.to_dict(), data=facts, seconds=round(seconds, 3))
     for name, table in tables.items():
         run.write_table(name, table)
     figures = _figures(tables)
@@ -119,19 +136,38 @@ def _made(config: LensConfig, path: Path, settings: dict, progress: bool) -> Len
             command=f"microtome lens --config {shlex.quote(str(path / 'config.yaml'))}",
         )
     )
-    run.write_json(MARKER, {"settings": settings})
+    run.write_json(MARKER, {"settings": settings, "weights": model.provenance.weight_sha256})
     os.replace(run.path, path)
     shutil.rmtree(kept, ignore_errors=True)
     return LensRun(path, tables)
 
 
-def _texts(config: LensConfig, model: LoadedModel) -> tuple[tuple[list, list] | None, tuple[list, list] | None]:
-    """(texts, documents) to fit on, and to read; None where there are none."""
+def _drawn(config: LensConfig) -> tuple[pd.DataFrame | None, dict]:
+    """The texts drawn, columns text and group, and what they are; None without data."""
     if config.data is None:
+        return None, {}
+    if config.data in DATA_SETS:
+        known = DATA_SETS[config.data]
+        drawn = load_data(config.data, texts=min(config.texts, known.rows), seed=config.seed)
+        return drawn.table.rename(columns={known.group: "group"})[["text", "group"]], drawn.facts
+    place = Path(config.data).expanduser()
+    table = read_table(place, text=config.text_column, label=None, group=config.group_column)
+    if len(table) > config.texts:
+        table = table.sample(config.texts, random_state=config.seed).sort_index().reset_index(drop=True)
+    if "group" not in table:
+        table = table.assign(group=range(len(table)))
+    kept = table[["text", "group"]]
+    return kept, {"name": place.name, "texts": len(kept), "table_sha256": table_sha256(kept)}
+
+
+def _shares(
+    config: LensConfig, table: pd.DataFrame | None
+) -> tuple[tuple[list, list] | None, tuple[list, list] | None]:
+    """(texts, documents) to fit on, and to read; None where there are none."""
+    if table is None:
         return None, None
-    data = load_data(config.data, texts=config.texts, seed=config.seed)
-    documents = pd.factorize(data.table[DATA_SETS[config.data].group])[0]
-    texts = data.texts
+    documents = pd.factorize(table["group"])[0]
+    texts = table["text"].tolist()
     if not (config.fit_tuned or "ridge" in config.lens):
         return None, (texts, documents.tolist())
     names = np.unique(documents)
@@ -277,21 +313,30 @@ def _sections(tables: dict[str, pd.DataFrame], figures: dict[str, Any]) -> list[
 
 
 def _default_name(config: LensConfig) -> str:
-    stem = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in Path(config.model).stem)
-    parts = ["lens", stem.strip("-") or "model", *([config.data] if config.data else []), *config.lenses]
+    data = [] if config.data is None else [_named(Path(config.data).stem)]
+    parts = ["lens", _named(Path(config.model).stem) or "model", *data, *config.lenses]
     return "--".join([*parts, *(["text"] if config.text else [])])
 
 
-def _compared(config: LensConfig) -> dict:
-    """What makes two runs the same."""
-    settings = config.model_dump(mode="json", exclude={"out", "name", "tuned"})
-    facts = None if config.tuned is None else config.tuned.expanduser() / FACTS
-    return settings | {"tuned": file_fingerprint(facts) if facts is not None and facts.is_file() else str(facts)}
+def _named(stem: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem).strip("-")
+
+
+def _compared(config: LensConfig, facts: dict) -> dict:
+    """What makes two runs the same but the model's weights: the settings, with contents of files for their places."""
+    settings = config.model_dump(mode="json", exclude={"out", "name", "tuned", "data"})
+    tuned = None if config.tuned is None else config.tuned.expanduser() / FACTS
+    held = file_fingerprint(tuned) if tuned is not None and tuned.is_file() else None if tuned is None else str(tuned)
+    return settings | {"tuned": held, "data": facts.get("name"), "texts_sha256": facts.get("table_sha256")}
 
 
 def _repeatable(config: LensConfig) -> LensConfig:
     paths = {name: getattr(config, name) for name in ("tuned", "out")}
-    absolute = {name: Path(os.path.abspath(path.expanduser())) for name, path in paths.items() if path is not None}
+    absolute: dict[str, Any] = {
+        name: Path(os.path.abspath(path.expanduser())) for name, path in paths.items() if path is not None
+    }
+    if config.data is not None and config.data not in DATA_SETS:
+        absolute["data"] = str(Path(config.data).expanduser().absolute())
     return config.model_copy(update=absolute)
 
 
@@ -299,9 +344,16 @@ def _is_finished(path: Path) -> bool:
     return (path / "values" / f"{MARKER}.json").is_file()
 
 
-def _finished(path: Path, settings: dict) -> LensRun:
+def _finished(path: Path, settings: dict, model: LoadedModel) -> LensRun:
+    """The run that is there. FileExistsError if it was made with other settings, texts or weights."""
     run = Run.open(path)
-    _require_same(run.json(MARKER)["settings"], settings, path)
+    held = run.json(MARKER)
+    _require_same(held["settings"], settings, path)
+    if held.get("weights") != model.provenance.weight_sha256:
+        raise FileExistsError(
+            f"{settings['model']} has changed since {path} was made with it: other weights. Give this run another name "
+            "(--name)."
+        )
     return LensRun(path, {name: run.table(name) for name in run.tables})
 
 
@@ -319,12 +371,18 @@ def _require_same_fits(kept: Path, settings: dict, path: Path) -> None:
         held = json.loads(file.read_text(encoding="utf-8"))
         if held != settings:
             raise FileExistsError(
-                f"{kept} holds a stopped run of that name with other settings. Give this run another name (--name), or "
-                "remove that folder."
+                f"{kept} holds a stopped run of that name with other settings, texts or weights. Give this run another "
+                "name (--name), or remove that folder."
             )
         return
     with replaced_file(file) as scratch:
         scratch.write_text(json.dumps(settings), encoding="utf-8")
+
+
+def _remove_unused(kept: Path) -> None:
+    """A folder of fits that holds nothing but its settings, as a mistake in them leaves it."""
+    if not any(file.name != "settings.json" for file in kept.rglob("*") if file.is_file()):
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 @contextmanager
@@ -340,6 +398,6 @@ def _alone(path: Path) -> Iterator[None]:
         ) from error
     try:
         yield
-        file.unlink(missing_ok=True)
     finally:
+        file.unlink(missing_ok=True)
         lock.release()

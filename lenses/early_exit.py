@@ -77,6 +77,8 @@ def early_exits(
         raise ValueError(f"there is no rule {strange[0]!r}. Rules are {', '.join(RULES)}.")
     if bad := [target for target in targets if not 0 < target <= 1]:
         raise ValueError(f"target {bad[0]} is no share of tokens above 0 and up to 1.")
+    if not 0 < validation_share < 1:
+        raise ValueError(f"validation_share is {validation_share}. Give a share of documents between 0 and 1.")
     if not by_name:
         raise ValueError("there are no statistics. Give those of at least one lens.")
     rows, curves, first = [], [], None
@@ -128,7 +130,8 @@ def thresholds(rule: str, found: LensStatistics) -> Float[np.ndarray, " tau"]:
     if rule == "patience":
         return np.array([*range(2, len(found.sites) + 1), np.inf])
     scores = _scores(rule, found)[:-1]
-    values = np.unique(np.quantile(scores[np.isfinite(scores)], np.linspace(0, 1, _GRID)))
+    scores = scores[np.isfinite(scores)]
+    values = np.unique(np.quantile(scores, np.linspace(0, 1, _GRID))) if len(scores) else []
     return np.array([*values, never(rule)])
 
 
@@ -226,8 +229,8 @@ def _row(
         "blocks_saved_low": blocks[0],
         "blocks_saved_high": blocks[1],
         "share_saved": saved.mean() / test.blocks,
-        "cross_entropy": np.nanmean(_at(test.cross_entropy, left)),
-        "model_cross_entropy": np.nanmean(test.final_cross_entropy),
+        "cross_entropy": _mean(_at(test.cross_entropy, left)),
+        "model_cross_entropy": _mean(test.final_cross_entropy),
         "head_products": head_products,
         "tokens": len(left),
         "documents": len(documents),
@@ -248,12 +251,18 @@ def _random_row(lens: str, rule: str, target: float, test: LensStatistics, left:
         "blocks_run": test.blocks - saved,
         "blocks_saved": saved,
         "share_saved": saved / test.blocks,
-        "cross_entropy": float(share @ np.nanmean(test.cross_entropy, axis=1)),
-        "model_cross_entropy": np.nanmean(test.final_cross_entropy),
+        "cross_entropy": float(share @ [_mean(values) for values in test.cross_entropy]),
+        "model_cross_entropy": _mean(test.final_cross_entropy),
         "head_products": 1.0,
         "tokens": len(left),
         "documents": len(np.unique(test.document)),
     }
+
+
+def _mean(nats: np.ndarray) -> float:
+    """Over tokens that have a next one; NaN if none has."""
+    nats = nats[np.isfinite(nats)]
+    return float(nats.mean()) if len(nats) else np.nan
 
 
 def _validation(document: np.ndarray, share: int | float, seed: int) -> np.ndarray:

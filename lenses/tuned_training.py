@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -77,6 +77,10 @@ class TunedSettings:
         for name in ("steps", "tokens", "batch_tokens", "evaluate_every", "checkpoint_every", "patience"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}. Give at least 1.")
+        for name, least in (("rate", 0), ("weight_decay", 0), ("momentum", 0), ("clip", 0), ("held_out_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < np.inf:
+                raise ValueError(f"{name} is {value}. Give a finite number from {least} on.")
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"held_out_share is {self.held_out_share}. Give a share of documents between 0 and 1.")
 
@@ -119,7 +123,23 @@ def fit_tuned_lens(
             or has another width, a checkpoint of another training, other weights.
         FloatingPointError: a KL that is not finite, with step and depth; the last checkpoint stays.
     """
-    settings = settings or TunedSettings()
+    with torch.inference_mode(False), torch.enable_grad():
+        return _trained(
+            model, texts, documents, depths, start, settings or TunedSettings(), checkpoint, progress, options
+        )
+
+
+def _trained(
+    model: LoadedModel | nn.Module,
+    texts: Any,
+    documents: Sequence[int] | None,
+    depths: Sequence[int] | None,
+    start: Mapping[str, LinearMap] | str,
+    settings: TunedSettings,
+    checkpoint: str | Path | None,
+    progress: bool,
+    options: dict[str, Any],
+) -> TunedLens:
     sites = _chosen_depths(model, depths)
     last = depths_of(model)[-1]
     loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model, name=name_of(model))
@@ -128,6 +148,8 @@ def fit_tuned_lens(
     options |= {"max_tokens": settings.batch_tokens, "anatomy": dissect(loaded.module)}
     planned = corpus_pass(loaded, [texts[row] for row in training], [*sites, last], **options)
     unseen = corpus_pass(loaded, [texts[row] for row in held_out], [*sites, last], **options)
+    if all(text.length < 2 for text in planned.texts):
+        raise ValueError("the texts to train on have no token but first ones. Give longer texts.")
     end = _float32(unembedding_of(model))
     width = end.weight.shape[1]
     facts = {
@@ -139,6 +161,7 @@ def fit_tuned_lens(
         "training_texts": len(training),
         "held_out_texts": len(held_out),
         "texts": planned.provenance["texts"],
+        "held_out": unseen.provenance["texts"],
     }
     weight, bias = _started(start, sites, width, end.weight.device)
     run = _Training(settings, tuple(map(str, sites)), weight, bias, _start_digest(weight, bias))
@@ -226,7 +249,7 @@ class _Training:
         for number, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": value for name, value in state.items() if value is not None}
         state = {"facts": dict(facts), "sites": self.sites, "start": self.start, "step": self.step}
-        state |= {"stale": self.stale, "history": self.history}
+        state |= {"stale": self.stale, "history": self.history, "kl_logit": self.kl_logit.tolist()}
         path.parent.mkdir(parents=True, exist_ok=True)
         held = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         with replaced_file(path) as scratch:
@@ -234,15 +257,24 @@ class _Training:
 
     def restore(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Go on from a checkpoint. ValueError for one of another training."""
-        with safe_open(path, framework="pt") as file:
-            state = json.loads(file.metadata()["state"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(path, framework="pt") as file:
+                state = json.loads(file.metadata()["state"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}). Remove it; training then begins again.") from error
         ours = json.loads(json.dumps({"facts": dict(facts), "sites": self.sites, "start": self.start}))
         if changed := [name for name in ours if state[name] != ours[name]]:
             inside = [key for key in ours["facts"] if state["facts"].get(key) != ours["facts"][key]]
             raise ValueError(
                 f"{path} is of another training ({', '.join(inside or changed)} differ). Give another folder, or "
                 "remove it."
+            )
+        # a model that was loaded keeps the hash of its file, so that weights changed in memory show only here
+        if not torch.allclose(torch.tensor(state["kl_logit"]), self.kl_logit, rtol=1e-3, atol=1e-5):
+            raise ValueError(
+                f"{path} is of another training: the same texts have another KL under the logit lens, so the model's "
+                "weights were changed since it was loaded. Give another folder, or remove it."
             )
         with torch.no_grad():
             for name in ("weight", "bias", "best_weight", "best_bias"):
@@ -337,6 +369,8 @@ def _held_out_states(
     states, finals = torch.cat(states, 1), torch.cat(finals)
     if not len(finals):
         raise ValueError("the held-out texts have no token but first ones. Give longer texts.")
+    if not bool(torch.isfinite(states).all() and torch.isfinite(finals).all()):
+        raise ValueError("the stream holds NaN or infinity on the held-out texts. Load the model in float32.")
     return states, finals
 
 

@@ -112,6 +112,7 @@ def test_other_settings_under_the_same_name_are_refused(model, here) -> None:
     ("flags", "said"),
     [
         ([], "nothing to read"),
+        (["--text", " "], "only white space"),
         (["--text", TEXT, "--lens", "ridge"], "fitted on a data set"),
         (["--text", TEXT, "--lens", "tuned"], "no tuned lens is named"),
         (["--text", TEXT, "--lens", "cloudy"], "logit"),
@@ -128,3 +129,54 @@ def test_a_mistake_is_one_line(model, flags, said) -> None:
     assert done.exit_code == 2, done.output
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_other_weights_are_neither_a_finished_nor_a_stopped_run(tiny, word_tokenizer, here, monkeypatch) -> None:
+    def saved(seed: int) -> None:
+        tiny("llama", seed=seed).save_pretrained(here / "model")
+        word_tokenizer.save_pretrained(here / "model")
+
+    saved(0)
+    assert run("model", "--text", TEXT, "--name", "a").exit_code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(lens_run, "early_exits", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_lens(LensConfig(model="model", data="toy", texts=20, name="b"), progress=False)
+    saved(1)
+    finished = run("model", "--text", TEXT, "--name", "a")
+    assert finished.exit_code == 2
+    assert "other weights" in finished.stderr
+    assert "finished already" not in finished.output
+    stopped = run("model", "--data", "toy", "--texts", "20", "--name", "b")
+    assert stopped.exit_code == 2
+    assert "other settings, texts or weights" in stopped.stderr
+    saved(0)
+    assert run("model", "--data", "toy", "--texts", "20", "--name", "b").exit_code == 0
+
+
+def test_a_file_of_texts_is_read_and_a_changed_one_is_seen(model, here) -> None:
+    table = pd.DataFrame({"said": [f"{TEXT} number {n}" for n in range(12)], "of": [n // 2 for n in range(12)]})
+    table.to_csv("mine.csv", index=False)
+    flags = ["--data", "mine.csv", "--text-column", "said", "--group-column", "of", "--json"]
+    done = run(model, *flags)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["curves"][0]["documents"] == 6
+    assert (here / "runs" / "lens--llama--mine--logit").is_dir()
+    table.iloc[:-1].to_csv("mine.csv", index=False)
+    changed = run(model, *flags)
+    assert changed.exit_code == 2
+    assert "texts_sha256" in json.loads(changed.stdout)["error"]["message"]
+
+
+def test_a_mistake_leaves_nothing_that_stands_in_the_way(model, here) -> None:
+    flags = ["--data", "toy", "--texts", "40", "--name", "a"]
+    assert run(model, *flags, "--depths", "7").exit_code == 2
+    assert not list((here / "runs").glob(".*"))
+    assert run(model, *flags, "--depths", "1").exit_code == 0
+
+
+def test_the_last_depth_alone_has_curves(model) -> None:
+    done = run(model, "--data", "toy", "--texts", "20", "--depths", "3", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert {row["blocks_saved"] for row in said["early_exit"]} == {0}

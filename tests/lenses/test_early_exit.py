@@ -139,3 +139,20 @@ def test_what_makes_no_sense_is_refused(planted, tiny):
         early_exits({"one": planted, "two": planted.at(np.arange(40))})
     with pytest.raises(ValueError, match="at least one lens"):
         early_exits({})
+
+
+def test_one_depth_and_tokens_without_a_next_one_are_no_crash(tiny):
+    model = tiny("llama")
+    texts = np.random.default_rng(0).integers(3, 120, (6, 2)).tolist()
+    found = early_exits(logit_lens(model, texts, previous=True), rules=("gap", "kl", "patience"))
+    assert found.table["cross_entropy"].isna().all()
+    assert found.table["agreement"].notna().all()
+    alone = early_exits(logit_lens(model, texts, "resid_post.2", previous=True), rules=("gap", "kl", "patience"))
+    assert (alone.table["blocks_saved"] == 0).all()
+    assert (alone.table["agreement"] == 1).all()
+
+
+@pytest.mark.parametrize("share", [0, 1, -3, float("nan")])
+def test_a_share_of_documents_is_between_0_and_1(share, planted):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        early_exits(planted, validation_share=share)

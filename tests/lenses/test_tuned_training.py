@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from microtome.capture import taps
+from microtome.capture import LoadedModel, taps
 from microtome.lenses import tuned_training
 from microtome.lenses.linear_map import LinearMap, identity_map
 from microtome.lenses.tuned_training import TunedSettings, fit_tuned_lens
@@ -148,6 +148,52 @@ def test_training_stops_when_no_depth_gets_better(tiny, texts):
     assert not lens.weight.any()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_switched_off_around_the_call_do_not_matter(mode, tiny, texts):
+    model = tiny("llama")
+    plain = fit_tuned_lens(model, texts, settings=QUICK)
+    with mode():
+        inside = fit_tuned_lens(model, texts, settings=QUICK)
+    assert torch.equal(plain.weight, inside.weight)
+    assert not inside.weight.is_inference()
+
+
+def test_a_checkpoint_of_other_held_out_texts_or_of_edited_weights_is_refused(tiny, texts, tmp_path):
+    loaded = LoadedModel.from_module(tiny("llama"), name="tiny")
+    documents = [row // 3 for row in range(30)]
+    first = fit_tuned_lens(loaded, texts, documents=documents, settings=QUICK, checkpoint=tmp_path)
+    held_out = tuned_training._split(30, documents, QUICK)[1]
+    others = [texts[row][::-1] if row in held_out else texts[row] for row in range(30)]
+    with pytest.raises(ValueError, match="held_out differ"):
+        fit_tuned_lens(loaded, others, documents=documents, settings=QUICK, checkpoint=tmp_path)
+    with torch.no_grad():
+        loaded.module.model.layers[1].mlp.down_proj.weight.mul_(3)
+    with pytest.raises(ValueError, match="weights were changed"):
+        fit_tuned_lens(loaded, texts, documents=documents, settings=QUICK, checkpoint=tmp_path)
+    with torch.no_grad():
+        loaded.module.model.layers[1].mlp.down_proj.weight.div_(3)
+    again = fit_tuned_lens(loaded, texts, documents=documents, settings=QUICK, checkpoint=tmp_path)
+    assert torch.equal(again.weight, first.weight)
+    file = tmp_path / "training.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="damaged"):
+        fit_tuned_lens(loaded, texts, documents=documents, settings=QUICK, checkpoint=tmp_path)
+
+
+def test_a_stream_that_is_not_finite_is_no_matter_of_the_rate(tiny, texts):
+    model = tiny("llama").half()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[50] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN or infinity|not finite"):
+        fit_tuned_lens(model, [[*text, 50, 51] for text in texts], settings=QUICK)
+
+
+@pytest.mark.parametrize("change", [{"rate": -1.0}, {"rate": float("nan")}, {"clip": -1.0}, {"momentum": -0.5}])
+def test_settings_are_numbers_that_make_sense(change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is .*finite number"):
+        replace(QUICK, **change)
+
+
 def test_what_cannot_be_trained_is_refused(tiny, texts, tmp_path):
     model = tiny("llama")
     with pytest.raises(ValueError, match="depths 0 to 2"):
@@ -160,6 +206,9 @@ def test_what_cannot_be_trained_is_refused(tiny, texts, tmp_path):
         fit_tuned_lens(model, texts, start="best")
     with pytest.raises(ValueError, match="no token but first"):
         fit_tuned_lens(model, [[5], [6], [7]])
+    held_out = tuned_training._split(30, None, QUICK)[1]
+    with pytest.raises(ValueError, match="texts to train on"):
+        fit_tuned_lens(model, [texts[row] if row in held_out else [5] for row in range(30)], settings=QUICK)
     with pytest.raises(ValueError, match="'sgd' or 'adam'"):
         TunedSettings(optimizer="lion")
     with pytest.raises(ValueError, match="steps is 0"):
