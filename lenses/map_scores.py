@@ -9,8 +9,9 @@
     increment          1 - tr E / tr S_DD         of D = y - x: E is the same, the total is that of what was added
 
 Papers print one of them without saying which. The mean is the reference of all (R2 = 0), and an intercept that does not
-fit the test shard is an error like any other. Whitening drops directions of S below 1e-10 of the largest or below the rounding of float32 products, and the rank
-that is left is part of the result; channels that are constant in the test shard are left out of the uniform average.
+fit the test shard is an error like any other. Whitening drops directions of S below 1e-10 of the largest or below the
+rounding of float32 products, and the rank that is left is part of the result; channels that are constant in the test
+shard are left out of the uniform average.
 """
 
 from dataclasses import dataclass, field

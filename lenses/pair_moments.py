@@ -8,9 +8,9 @@ distance of their means (Chan, Golub, LeVeque 1983):
 
     A + B:   xy = xy_A + xy_B + n_A n_B / (n_A + n_B) (mx_A - mx_B)^T (my_A - my_B)
 
-Sums of float32 products (`lenses.moments`) carry rounding of some 1e-7 of sqrt(S_ii S_jj): a direction in which the rows
-do not vary at all has a variance of that size there. `noise_x` and `noise_y` say how much, and `is_measured` which
-directions of a decomposition stand above it.
+Sums of float32 products (`lenses.moments`) carry rounding of some 1e-7 of sqrt(S_ii S_jj): a direction in which the
+rows do not vary at all has a variance of that size there. `noise_x` and `noise_y` say how much, and `is_measured`
+which directions of a decomposition stand above it.
 
 Beware: moments about other means (`about`) measure errors of a map fitted elsewhere, intercept error included. They are
 no moments of their own mean any more, so they do not add.

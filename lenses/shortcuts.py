@@ -144,8 +144,8 @@ def fit_shortcuts(
 
     Args:
         moments: of the sites.
-        pairs: of source and target; every residual depth with every deeper one that is held if None. `pairs_to_last` is enough for
-            a lens.
+        pairs: of source and target; every residual depth with every deeper one that is held if None.
+            `pairs_to_last` is enough for a lens.
         method: "ridge", or "published": least squares without intercept.
         strengths, refit: of ridge, as of `ridge_map`.
         stratum: which tokens: "rest" (neither sinks nor BOS), "sinks" or "all". The paper has no strata: "all".
