@@ -133,12 +133,14 @@ def logit_attribution(
         encoding: as for `capture`, such as add_special_tokens.
 
     Raises:
-        ValueError: another `by`, no plain language model, a stream or norm that cannot be split (the reason is said),
-            a target that is not one token, parts that do not sum to the logit.
+        ValueError: another `by`, NaN, no plain language model, a stream or norm that cannot be split (the reason is
+            said), a target that is not one token, parts that do not sum to the logit.
         IndexError: a position that a text does not have.
     """
     if by not in BY:
         raise ValueError(f"by={by!r}; give 'layer', 'head', 'neuron' or 'token'.")
+    if largest_neurons < 0:
+        raise ValueError(f"largest_neurons={largest_neurons}: give 0 or more.")
     loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model, name=type(model).__name__)
     module = loaded.module
     if module.training:

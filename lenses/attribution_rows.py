@@ -3,8 +3,10 @@
 A place is a position in a text; the logit there is the score of the token that follows it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Number
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from microtome.capture.encoded_text import EncodedText
 
-Positions = int | Iterable[int] | Iterable[Sequence[int]]
-Token = str | int
-Tokens = Token | Iterable[Token] | None
+# checked by the functions below, with a message; numbers of numpy and torch are welcome
+Positions = Any  # a whole number for all texts, one per text, or several per text
+Token = Any  # a string or an id
+Tokens = Any  # one for all texts, one per text, or None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +68,18 @@ def wanted_positions(positions: Positions, texts: Sequence[EncodedText]) -> list
     Raises:
         ValueError: not one entry per text, or no position of a text.
         IndexError: a position that a text does not have.
+        TypeError: positions that are no whole numbers.
     """
-    given: list[Any] = [positions] * len(texts) if isinstance(positions, int) else list(positions)
+    if isinstance(positions, str):
+        raise TypeError(
+            f"positions={positions!r}: give whole numbers, one for all texts, one each, or a list for each."
+        )
+    given: list[Any] = [positions] * len(texts) if _is_one(positions) else list(positions)
     if len(given) != len(texts):
         raise ValueError(f"positions has {len(given)} entries for {len(texts)} texts. Pass one for all, or one each.")
     wanted = []
     for number, (entry, text) in enumerate(zip(given, texts, strict=True)):
-        places = [int(entry)] if isinstance(entry, int | np.integer) else [int(place) for place in entry]
+        places = [_whole(place, "positions") for place in ([entry] if _is_one(entry) else entry)]
         if not places:
             raise ValueError(f"positions names none for text {number}. Leave the text out.")
         if wrong := [place for place in places if not -text.length <= place < text.length]:
@@ -85,11 +93,11 @@ def token_numbers(tokens: Tokens, tokenizer: Any, vocab: int, n_texts: int, name
 
     Raises:
         ValueError: a string that is not one token, an id outside the vocabulary, or not one entry per text.
-        TypeError: a string where the model has no tokenizer.
+        TypeError: a string where the model has no tokenizer, or what is no whole number.
     """
     if tokens is None:
         return None
-    given = [tokens] * n_texts if isinstance(tokens, str | int | np.integer) else list(tokens)
+    given = [tokens] * n_texts if _is_one(tokens) else list(tokens)
     if len(given) != n_texts:
         raise ValueError(f"{name} has {len(given)} tokens for {n_texts} texts. Pass one for all, or one each.")
     return [_number(token, tokenizer, vocab, name) for token in given]
@@ -106,6 +114,21 @@ def _number(token: Token, tokenizer: Any, vocab: int, name: str) -> int:
                 "one. Words inside a sentence mostly begin with a space: ' Paris'."
             )
         return ids[0]
-    if not 0 <= int(token) < vocab:
+    token = _whole(token, name)
+    if not 0 <= token < vocab:
         raise ValueError(f"{name}={token}: token ids of this model are 0 to {vocab - 1}.")
-    return int(token)
+    return token
+
+
+def _is_one(value: Any) -> bool:
+    """Whether it is one entry for all texts, a number that is none included: `_whole` says so."""
+    return isinstance(value, str | bytes | Number) or getattr(value, "ndim", None) == 0
+
+
+def _whole(value: Any, name: str) -> int:
+    if not isinstance(value, bool):
+        try:
+            return index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} holds {value!r}: give whole numbers{'' if name == 'positions' else ' or strings'}.")

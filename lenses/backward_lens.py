@@ -18,6 +18,7 @@ norms behind the write, a choice of ours.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import pandas as pd
@@ -26,7 +27,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from microtome.capture.anatomy import Anatomy, Point
+from microtome.capture.anatomy import Anatomy, Block, Point
 from microtome.capture.dissect import dissect
 from microtome.capture.forward_arguments import input_device
 from microtome.capture.models import LoadedModel
@@ -86,6 +87,7 @@ class BackwardLens:
         matrices: in the order of the blocks.
         loss: -log p(target) in nats.
         target_id: the target.
+        position: where the target is to be said, from 0.
         original_id: the model's own first token there.
         token_ids: of the text.
         table: layer, matrix, position, token, norm (|d_t|), input_norm (|x_t|), words (largest first), negative_words
@@ -97,6 +99,7 @@ class BackwardLens:
     matrices: tuple[MatrixGradient, ...]
     loss: float
     target_id: int
+    position: int
     original_id: int
     token_ids: Int64[Tensor, " position"]
     table: pd.DataFrame
@@ -141,6 +144,10 @@ def backward_lens(
     """
     loaded, ids = _loaded(model), _token_ids(model, text, encoding)
     module = loaded.module
+    if any(parameter.is_inference() for parameter in module.parameters()):
+        raise ValueError(
+            "The weights were made in torch.inference_mode, which allows no gradients. Load the model outside."
+        )
     anatomy = dissect(module) if anatomy is None else anatomy
     end = unembedding_of(module, anatomy)
     (target_id,) = token_numbers(target, loaded.tokenizer, end.vocab, 1, "target") or []
@@ -154,8 +161,11 @@ def backward_lens(
         points[Point(path, "in", 0)] = lambda x, path=path: inputs.__setitem__(path, x.detach().clone())
         points[Point(path, "out", None)] = lambda y, path=path: outputs.__setitem__(path, y)
     weights = [module.get_submodule(path).weight for path, _, _ in places]
-    with torch.enable_grad(), _taking_gradients(weights), plain_hooks(module, points):
-        logits = module(input_ids=ids[None].to(input_device(module)), **call_options(module)).logits[0, position]
+    # inference mode would record no graph, whatever enable_grad says
+    with torch.inference_mode(False), torch.enable_grad(), _taking_gradients(weights), plain_hooks(module, points):
+        logits = module(input_ids=ids.clone()[None].to(input_device(module)), **call_options(module)).logits[
+            0, position
+        ]
         loss = -logits.float().log_softmax(-1)[target_id]
         found = torch.autograd.grad(loss, [outputs[path] for path, _, _ in places])
     matrices = []
@@ -169,24 +179,27 @@ def backward_lens(
         values = [x.reshape(len(ids), -1).float() for x in (inputs[path], gradient)]
         matrices.append(MatrixGradient(layer, name, path, writes, *values, post))
     table = _table(matrices, end, anatomy.d_model, target_id, top, loaded, ids)
-    return BackwardLens(tuple(matrices), float(loss.detach()), target_id, int(logits.argmax()), ids, table)
+    return BackwardLens(
+        tuple(matrices), float(loss.detach()), target_id, position % len(ids), int(logits.argmax()), ids, table
+    )
 
 
 @contextmanager
 def edited_weights(model: LoadedModel | nn.Module, lens: BackwardLens, *, lr: float = 1.0) -> Iterator[None]:
     """One step of plain gradient descent on the lens's matrices inside the block; the old weights after it, always.
 
-    The gradient is added factor by factor. Raises ValueError for a rate that is no finite number.
+    The gradient is added factor by factor. Raises ValueError for a rate that is no finite number, or a lens of another
+    model.
     """
     if not torch.isfinite(torch.tensor(float(lr))):
         raise ValueError(f"lr={lr}: give a finite learning rate.")
     module = _loaded(model).module
-    with ExitStack() as stack, torch.no_grad():
-        for matrix in lens.matrices:
-            projection = module.get_submodule(matrix.path)
+    steps = [(projection, matrix) for matrix in lens.matrices for projection in [_projection(module, matrix)]]
+    with ExitStack() as stack:
+        for projection, matrix in steps:
             weight = projection.weight
             stack.callback(weight.data.copy_, weight.detach().clone())
-            x, d = matrix.inputs.to(weight), matrix.gradients.to(weight)
+            x, d = (factor.detach().to(weight) for factor in (matrix.inputs, matrix.gradients))
             if isinstance(projection, Conv1D):
                 weight.data.addmm_(x.T, d, alpha=-lr)
             else:
@@ -195,13 +208,14 @@ def edited_weights(model: LoadedModel | nn.Module, lens: BackwardLens, *, lr: fl
 
 
 def step_effect(
-    model: LoadedModel | nn.Module, lens: BackwardLens, *, lr: float = 1.0, position: int = -1
+    model: LoadedModel | nn.Module, lens: BackwardLens, *, lr: float = 1.0, position: int | None = None
 ) -> pd.DataFrame:
     """What one step does to the text itself: token (target, original), id, and rank, log_prob before and after it.
 
-    lr 1 is the paper's. The weights are put back.
+    lr 1 is the paper's. position: where it is read; the lens's own if None. The weights are put back.
     """
     module = _loaded(model).module
+    position = lens.position if position is None else position
     ids = lens.token_ids[None].to(input_device(module))
 
     def log_probs() -> Tensor:
@@ -218,6 +232,18 @@ def step_effect(
             row |= {f"rank_{when}": int((values > values[number]).sum()), f"log_prob_{when}": float(values[number])}
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _projection(module: nn.Module, matrix: MatrixGradient) -> nn.Module:
+    """The lens's matrix in this model."""
+    expected = (matrix.inputs.shape[1], matrix.gradients.shape[1])
+    found = dict(module.named_modules()).get(matrix.path)
+    shape = () if not isinstance(found, nn.Linear | Conv1D) else tuple(found.weight.shape)
+    if shape != (expected if isinstance(found, Conv1D) else expected[::-1]):
+        raise ValueError(
+            f"{type(module).__name__} has no matrix {matrix.path} of {expected}: the lens is of another model."
+        )
+    return found
 
 
 def _loaded(model: LoadedModel | nn.Module) -> LoadedModel:
@@ -237,19 +263,43 @@ def _token_ids(model: LoadedModel | nn.Module, text: Any, encoding: dict[str, An
 def _matrices(module: nn.Module, anatomy: Anatomy, layers: Sequence[int] | None) -> list[tuple[str, int, bool]]:
     """Path, layer and whether it writes the stream, of every matrix of the MLPs; those that read the stream first."""
     numbers = [block.layer for block in anatomy.main] if layers is None else list(layers)
+    if not numbers:
+        raise ValueError("layers is empty. Name at least one, or None for all.")
     found = []
     for layer in dict.fromkeys(numbers):
         path = anatomy.tap(f"mlp_act.{layer}").point.module
         if not isinstance(module.get_submodule(path), nn.Linear | Conv1D):
             raise ValueError(f"{path} is a {type(module.get_submodule(path)).__name__}, no plain matrix.")
-        around = path.rpartition(".")[0]
-        for name, child in module.get_submodule(around).named_modules():
-            if name and f"{around}.{name}" != path and isinstance(child, nn.Linear | Conv1D):
-                width = child.in_features if isinstance(child, nn.Linear) else child.weight.shape[0]
-                if width == anatomy.d_model:
-                    found.append((f"{around}.{name}", layer, False))
+        block = next(block for block in anatomy.main if block.layer == layer)
+        found += [(first, layer, False) for first in _first_matrices(module, block, path, anatomy.d_model)]
         found.append((path, layer, True))
     return found
+
+
+def _first_matrices(module: nn.Module, block: Block, path: str, width: int) -> list[str]:
+    """Matrices of this width of input beside the last one at `path`: in its module, or in the block where the MLP has
+    none (OPT), those that are nearer to what else the block adds left out."""
+    others = [
+        point.module for c in block.contributions if c.role != "mlp" for point in (c.point, c.projection) if point
+    ]
+    around = path.rpartition(".")[0]
+    for scope in dict.fromkeys((around, block.path)):
+        found = []
+        for name, child in module.get_submodule(scope).named_modules(prefix=scope):
+            if name == path or not isinstance(child, nn.Linear | Conv1D):
+                continue
+            d_in = child.in_features if isinstance(child, nn.Linear) else child.weight.shape[0]
+            if d_in == width and all(_shared(name, other) <= _shared(name, path) for other in others):
+                found.append(name)
+        if found:
+            return found
+    return []
+
+
+def _shared(one: str, other: str) -> int:
+    """How many names two paths have in common from the left."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from microtome.lenses.map_scores import WHITENING_FLOOR
-from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.pair_moments import PairMoments, is_measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ def canonical_correlations(fit: PairMoments, test: PairMoments | None = None) ->
         raise ValueError(f"{fit.count} rows have no correlations. Give two or more, best 20 per channel.")
     if test is not None and (test.xy.shape != fit.xy.shape or test.count < 2):
         raise ValueError(f"test has {test.count} rows of {tuple(test.xy.shape)}, fit is {tuple(fit.xy.shape)}.")
-    white_x, white_y = whitener(fit.xx), whitener(fit.yy)
+    white_x, white_y = whitener(fit.xx, fit.noise_x), whitener(fit.yy, fit.noise_y)
     left, values, right = torch.linalg.svd(white_x.T @ fit.xy @ white_y, full_matrices=False)
     values = values.clamp(0, 1)
     held_out = torch.full_like(values, torch.nan)
@@ -132,10 +132,12 @@ def canonical_correlations(fit: PairMoments, test: PairMoments | None = None) ->
     )
 
 
-def whitener(products: Float64[Tensor, "width width"]) -> Float64[Tensor, "width kept"]:
-    """A with A^T S A = 1 on the directions above the floor of 1e-10."""
+def whitener(
+    products: Float64[Tensor, "width width"], noise: Float64[Tensor, " width"] | None = None
+) -> Float64[Tensor, "width kept"]:
+    """A with A^T S A = 1 on the directions above the floor of 1e-10 and the noise of the products."""
     values, axes = torch.linalg.eigh(products)
-    is_kept = values > WHITENING_FLOOR * values[-1].clamp_min(0)
+    is_kept = is_measured(values, axes, noise, WHITENING_FLOOR * values[-1].clamp_min(0))
     return axes[:, is_kept] * values[is_kept].rsqrt()
 
 

@@ -101,8 +101,10 @@ class CrossProducts:
         self.sums += sums + other.count * step
         self.count += other.count
 
-    def pair(self, source: int, target: int) -> PairMoments:
+    def pair(self, source: int, target: int, rounding: float = 0.0) -> PairMoments:
         """Moments of a pair about its own means, in copies.
+
+        rounding: of an entry, in sqrt(S_ii S_jj) about the pilot; kept as the noise of channels.
 
         Raises:
             KeyError: the pair is not held.
@@ -113,6 +115,7 @@ class CrossProducts:
         x, y = self.pairs.span(source), self.pairs.span(target)
         n = max(self.count, 1)
         xx = self._own(source) - torch.outer(self.sums[x], self.sums[x]) / n
+        noise = [self._own(site).diagonal() * rounding if rounding else None for site in (source, target)]
         yy = self._own(target) - torch.outer(self.sums[y], self.sums[y]) / n
         return PairMoments(
             self.count,
@@ -121,6 +124,8 @@ class CrossProducts:
             (xx + xx.T) / 2,
             xy - torch.outer(self.sums[x], self.sums[y]) / n,
             (yy + yy.T) / 2,
+            noise_x=noise[0],
+            noise_y=noise[1],
         )
 
     def _own(self, site: int) -> Tensor:

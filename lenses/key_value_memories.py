@@ -16,6 +16,7 @@ tokens and tokens that nothing follows.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ from microtome.capture.anatomy import Anatomy
 from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel
+from microtome.capture.running_model import running_model
 from microtome.capture.sites import Site
+from microtome.capture.store_files import writing
 from microtome.kernels.vocabulary_statistics import vocabulary_statistics
 from microtome.lenses.corpus_pass import Chunk, CorpusPass, corpus_pass
 from microtome.lenses.frozen_norm import frozen_norm
@@ -48,9 +51,8 @@ class Triggers:
     """The largest coefficients of every neuron over a corpus, largest first.
 
     Attributes:
-        coefficient: by layer; times `sign` they fall along the last axis; -inf times `sign` where there were too few
-            tokens.
-        text, position: of the token, -1 where there were too few.
+        coefficient: by layer; times `sign` they fall along the last axis; fewer than k where there were fewer tokens.
+        text, position: of the token.
         next_token: the token id that follows it.
         sign: 1 for the largest coefficients, -1 for the most negative ones.
         tokens: number of tokens looked at.
@@ -83,8 +85,6 @@ class Triggers:
         rows = []
         for place in range(min(k, self.coefficient[layer].shape[1])):
             text, position = (int(x[layer][neuron, place]) for x in (self.text, self.position))
-            if text < 0:
-                break
             words = self.texts[text]
             rows.append(
                 {
@@ -126,7 +126,9 @@ def trigger_examples(
         encoding: as for `capture`.
 
     Raises:
-        ValueError: k below 1, another sign, no token to look at, or a folder with a pass of other texts or settings.
+        ValueError: k below 1, another sign, no token to look at, NaN, or a folder with a pass of other texts, settings
+            or weights.
+        BlockingIOError: another process writes to the folder.
         KeyError: the model offers no neurons in a layer (the reason is said).
     """
     if k < 1:
@@ -137,23 +139,30 @@ def trigger_examples(
     run = corpus_pass(model, texts, names, anatomy=anatomy, max_tokens=max_tokens, **encoding)
     words = tuple(text.tokens for text in run.texts)
     settings = {"k": k, "sign": sign, "sites": [str(site) for site in run.sites], "max_tokens": max_tokens}
-    settings |= {"texts": run.provenance["texts"], "model": run.provenance["model"]}
+    # the hash of the weights as they are now: those of a checkpoint may have been edited since
+    settings |= {"texts": run.provenance["texts"], "model": running_model(run.module)}
     state: dict[str, Tensor] = {}
     start = tokens = since = 0
-    if folder is not None and (found := read_triggers(Path(folder), settings)) is not None:
-        state, start, tokens = found
-    total = run.tokens
-    done = sum(run.tokens_of(number) for number in range(start))
-    with tqdm(total=total, initial=done, unit="tok", desc="triggers", disable=not progress) as bar:
+    with ExitStack() as stack:
+        if folder is not None:
+            folder = Path(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(writing(folder))
+            if (found := read_triggers(folder, settings)) is not None:
+                state, start, tokens = found
+        done = sum(run.tokens_of(number) for number in range(start))
+        bar = stack.enter_context(
+            tqdm(total=run.tokens, initial=done, unit="tok", desc="triggers", disable=not progress)
+        )
         for chunk in run.chunks(start):
             tokens += _merge(state, chunk, k, sign)
             bar.update(len(chunk))
             since += len(chunk)
             if folder is not None and since >= _SAVE_EVERY_TOKENS:
-                write_triggers(Path(folder), state, settings, chunk.number + 1, tokens)
+                write_triggers(folder, state, settings, chunk.number + 1, tokens)
                 since = 0
-    if folder is not None and start < len(run.batches):
-        write_triggers(Path(folder), state, settings, len(run.batches), tokens)
+        if folder is not None and start < len(run.batches):
+            write_triggers(folder, state, settings, len(run.batches), tokens)
     if not tokens:
         raise ValueError("No token to look at: a text needs three tokens, as its first and its last one are left out.")
     return _triggers(state, run, sign, tokens, words)
@@ -166,6 +175,12 @@ def _merge(state: dict[str, Tensor], chunk: Chunk, k: int, sign: int) -> int:
         return 0
     for site, value in chunk.values.items():
         values = sign * value[kept.to(value.device)].float().T
+        if bool(values.isnan().any()):  # topk would take it for the largest
+            where = kept[int(values.isnan().any(0).nonzero()[0, 0])]
+            raise ValueError(
+                f"{site} is NaN at text {int(chunk.text[where])}, position {int(chunk.position[where])}. Look at that "
+                "text; a model in float16 overflows at 65504, load it in float32."
+            )
         best, at = values.topk(min(k, values.shape[1]), dim=1)
         at = kept[at.to(kept.device)]
         found = {"coefficient": best.cpu()}

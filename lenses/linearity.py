@@ -23,7 +23,7 @@ from microtome.lenses.depths import depth_of, next_pairs
 from microtome.lenses.linear_map import identity_map
 from microtome.lenses.map_scores import increment_total, map_scores, reference
 from microtome.lenses.pair_moments import PairMoments
-from microtome.lenses.pair_splits import MomentSource, PairSplits, pair_splits
+from microtome.lenses.pair_splits import SHARDS, MomentSource, PairSplits, pair_splits, pairs_held
 from microtome.lenses.ridge_map import ridge_map
 from microtome.lenses.simple_maps import procrustes_map
 from microtome.lenses.source_basis import SourceBasis, source_basis
@@ -62,6 +62,7 @@ def linearity(
     pairs: Sequence[tuple[Any, Any]] | None = None,
     *,
     strata: Sequence[str] = ("rest", "all"),
+    shards: Sequence[Any] = SHARDS,
     strengths: Sequence[int | float] | None = None,
     progress: bool = False,
 ) -> Linearity:
@@ -69,21 +70,22 @@ def linearity(
 
     Args:
         moments: of the sites.
-        pairs: of source and target; every residual depth with the next if None.
+        pairs: of source and target; every residual depth with the next, where held, if None.
         strata: which tokens, each a row: "rest", "all", "sinks".
+        shards: fit, validation and test, as of `ridge_pairs`.
         strengths: ρ of the ridge map.
         progress: show a bar.
 
     Raises:
         ValueError: no pairs, sites of unlike width, or a shard without rows.
     """
-    pairs = next_pairs(moments.sites) if pairs is None else list(pairs)
+    pairs = pairs_held(moments, next_pairs(moments.sites)) if pairs is None else list(pairs)
     if not pairs:
         raise ValueError("there are no pairs. Give at least one (source, target).")
     work = [(source, target, stratum) for source, target in pairs for stratum in strata]
     rows = []
     for source, target, stratum in tqdm(work, desc="linearity", unit="pair", disable=not progress):
-        splits = pair_splits(moments, source, target, stratum)
+        splits = pair_splits(moments, source, target, stratum, shards=shards)
         name = {"source": str(source), "target": str(target), "depth": depth_of(source), "stratum": stratum}
         rows.append(name | _row(splits, strengths))
     return Linearity(pd.DataFrame(rows))

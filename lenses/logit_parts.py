@@ -95,6 +95,11 @@ class LogitParts:
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Parts and logits of a batch's rows; `row` counts within the batch."""
         stream, logits = double(tape[self.last]), double(tape["logits"])
+        if bool((wrong := ~torch.isfinite(stream).all(-1) | logits.isnan().any(-1)).any()):
+            raise ValueError(
+                f"The stream of text {int(places.texts[int(wrong.nonzero()[0, 0])])} or its logits are NaN or infinite. "
+                "Look at that text; a model in float16 overflows at 65504, load it in float32."
+            )
         top_logit, top = logits.max(-1)
         chosen = top if target is None else torch.tensor(target)
         direction, bias, model_logit = self._unembedded(chosen, logits)

@@ -9,8 +9,9 @@
     increment          1 - tr E / tr S_DD         of D = y - x: E is the same, the total is that of what was added
 
 Papers print one of them without saying which. The mean is the reference of all (R2 = 0), and an intercept that does not
-fit the test shard is an error like any other. Whitening drops directions of S below 1e-10 of the largest, and the rank
-that is left is part of the result; channels that are constant in the test shard are left out of the uniform average.
+fit the test shard is an error like any other. Whitening drops directions of S below 1e-10 of the largest or below the
+rounding of float32 products, and the rank that is left is part of the result; channels that are constant in the test
+shard are left out of the uniform average.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from microtome.lenses.linear_map import LinearMap
-from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.pair_moments import PairMoments, is_measured
 
 WHITENING_FLOOR = 1e-10
 
@@ -83,7 +84,7 @@ def reference(test: PairMoments, mean_y: Float64[Tensor, " d_out"]) -> Reference
     shift = test.mean_y - mean_y
     total = test.yy + test.count * torch.outer(shift, shift)
     values, axes = torch.linalg.eigh(total)
-    is_kept = values > WHITENING_FLOOR * values[-1].clamp_min(0)
+    is_kept = is_measured(values, axes, test.noise_y, WHITENING_FLOOR * values[-1].clamp_min(0))
     inverse = (axes[:, is_kept] / values[is_kept]) @ axes[:, is_kept].T
     return Reference(total, inverse, int(is_kept.sum()), mean_y, test.count)
 

@@ -55,7 +55,8 @@ def value_agreement(
         anew), rank_1_percent (share of ranks within the first hundredth of the vocabulary), control_rank_1_percent.
 
     Raises:
-        KeyError: a layer that the triggers do not cover. ValueError: fewer than one neuron.
+        KeyError: a layer that the triggers do not cover.
+        ValueError: fewer than one neuron, or triggers of a model with other neurons or another vocabulary.
     """
     chosen = list(triggers.coefficient) if layers is None else list(layers)
     if missing := [layer for layer in chosen if layer not in triggers.coefficient]:
@@ -68,6 +69,12 @@ def value_agreement(
     rows = []
     for layer in tqdm(chosen, unit="layer", desc="agreement", disable=not progress):
         following = triggers.next_token[layer][:, 0]
+        held = len(values.maps[layer].weight)
+        if len(following) != held or int(following.max()) >= vocab:
+            raise ValueError(
+                f"layer {layer}: triggers of {len(following)} neurons and token ids to {int(following.max())}, a model "
+                f"of {held} neurons and {vocab} tokens. Take the triggers of this model."
+            )
         order = torch.from_numpy(generator.permutation(len(following)))
         picked = (order if neurons is None else order[:neurons]).sort().values
         following = following[picked]
@@ -129,10 +136,13 @@ def memory_composition(
         behind the block residual, ffn, agreement, composition, which sum to 1.
 
     Raises:
-        ValueError: active below 1, no token to look at. KeyError: a layer without neurons.
+        ValueError: active below 1, no layers, no token to look at. KeyError: a layer without neurons.
     """
     if active < 1:
         raise ValueError(f"active={active}: give at least one memory.")
+    layers = list(dict.fromkeys(layers))
+    if not layers:
+        raise ValueError("layers is empty. Name at least one.")
     values = Values.of(model, layers)
     end = unembedding_of(values.module, values.anatomy)
     norm = None if end.norm is None else frozen_norm(end.norm, values.anatomy.d_model)

@@ -21,6 +21,9 @@ from microtome.lenses.document_shards import document_hash
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.site_pairs import SitePairs
 
+# what products of float32 rows leave where there is no variance: 6e-8 x 2 to 6 was measured for 100 to 4096 rows and 32
+# to 576 channels (30 November 2026, CPU), more rows leave less
+_ROUNDING = {torch.float32: 1e-6, torch.float64: 0.0}
 _ROTATION_SEED = -1  # another hash than that of any split by a seed of 0 or more
 
 
@@ -139,7 +142,7 @@ class MomentCell:
     def pair(self, source: int, target: int, *, shuffled: bool = False) -> PairMoments | None:
         """Moments of a pair over all rows, those that wait included; None of no rows. Changes nothing."""
         earlier = self.shuffled if shuffled else self.products
-        found = earlier.pair(source, target) if earlier is not None and earlier.count else None
+        found = earlier.pair(source, target, _ROUNDING[self.dtype]) if earlier is not None and earlier.count else None
         if self.waiting:
             x, y = (self.rows[: self.waiting, self.pairs.span(site)] for site in (source, target))
             if shuffled:

@@ -24,7 +24,7 @@ from torch import Tensor
 from microtome.lenses.document_shards import SHARES, DocumentShards
 from microtome.lenses.moment_cells import MomentCell
 from microtome.lenses.moments_estimate import MomentsEstimate, estimate_moments, products_bytes
-from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.pair_moments import NoRows, PairMoments
 from microtome.lenses.site_pairs import Pairs, SiteKey, SitePairs, site_name
 from microtome.lenses.strata import REASONS, STRATA, Stratum, TokenRule, ordinary_median
 
@@ -209,7 +209,8 @@ class Moments:
 
         Raises:
             KeyError: no such site, shard or stratum, or a pair that was not accumulated.
-            ValueError: no rows there, or the shuffled pairing was not accumulated.
+            NoRows: a ValueError, no rows there.
+            ValueError: the shuffled pairing was not accumulated.
         """
         first, last = self.pairs.find(source), self.pairs.find(target)
         self.pairs.block_of(first, last)
@@ -222,11 +223,20 @@ class Moments:
                 found = part if found is None else found + part
         if found is None:
             why = "no two documents share a position there" if shuffled else "no token is there"
-            raise ValueError(
+            raise NoRows(
                 f"Shard {shard!r}, stratum {stratum!r}: {why}. `counts()` says how many tokens are where; give more "
                 "documents, or another split."
             )
         return found
+
+    def held_pairs(self) -> list[tuple[str, str]]:
+        """Ordered pairs of sites that `pair` can give, each with itself included, by source and then target."""
+        return [
+            (self.sites[i], self.sites[j])
+            for i in range(len(self.sites))
+            for j in range(len(self.sites))
+            if max(i, j) in self.pairs.targets[min(i, j)]
+        ]
 
     def training(self, fold: str) -> tuple[str, ...]:
         """The other shards: `pair(..., moments.training("fold2"))` is the total minus that fold.

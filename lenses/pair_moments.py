@@ -8,6 +8,10 @@ distance of their means (Chan, Golub, LeVeque 1983):
 
     A + B:   xy = xy_A + xy_B + n_A n_B / (n_A + n_B) (mx_A - mx_B)^T (my_A - my_B)
 
+Sums of float32 products (`lenses.moments`) carry rounding of some 1e-7 of sqrt(S_ii S_jj): a direction in which the
+rows do not vary at all has a variance of that size there. `noise_x` and `noise_y` say how much, and `is_measured`
+which directions of a decomposition stand above it.
+
 Beware: moments about other means (`about`) measure errors of a map fitted elsewhere, intercept error included. They are
 no moments of their own mean any more, so they do not add.
 """
@@ -15,8 +19,12 @@ no moments of their own mean any more, so they do not add.
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
+
+
+class NoRows(ValueError):
+    """A shard has no rows of a stratum, which a caller may be able to do without."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +36,8 @@ class PairMoments:
         mean_x, mean_y: what the sums are about; the rows' own means unless `about` moved them.
         xx, xy, yy: sums of products of the centred rows (sums, not averages).
         is_recentred: the sums are about other points than the rows' means.
+        noise_x, noise_y: of each channel, the sum of squares that rounding of the products may amount to; None for
+            products in float64.
     """
 
     count: int
@@ -37,6 +47,8 @@ class PairMoments:
     xy: Float64[Tensor, "d_in d_out"]
     yy: Float64[Tensor, "d_out d_out"]
     is_recentred: bool = False
+    noise_x: Float64[Tensor, " d_in"] | None = None
+    noise_y: Float64[Tensor, " d_out"] | None = None
 
     @property
     def d_in(self) -> int:
@@ -81,6 +93,8 @@ class PairMoments:
             self.xy + self.count * torch.outer(shift_x, shift_y),
             self.yy + self.count * torch.outer(shift_y, shift_y),
             is_recentred=True,
+            noise_x=self.noise_x,
+            noise_y=self.noise_y,
         )
 
     def __add__(self, other: "PairMoments") -> "PairMoments":
@@ -119,7 +133,15 @@ class PairMoments:
     def reversed(self) -> "PairMoments":
         """x and y exchanged."""
         return PairMoments(
-            self.count, self.mean_y, self.mean_x, self.yy, self.xy.T.contiguous(), self.xx, self.is_recentred
+            self.count,
+            self.mean_y,
+            self.mean_x,
+            self.yy,
+            self.xy.T.contiguous(),
+            self.xx,
+            self.is_recentred,
+            self.noise_y,
+            self.noise_x,
         )
 
     def increment(self) -> "PairMoments":
@@ -138,6 +160,8 @@ class PairMoments:
             self.xy - self.xx,
             self.yy - self.xy - self.xy.T + self.xx,
             self.is_recentred,
+            self.noise_x,
+            _noise_of_difference(self.noise_x, self.noise_y),
         )
 
     def _own(self, mean_x: Tensor, mean_y: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,4 +191,29 @@ class PairMoments:
             self.xx + sign * (other.xx + smaller * torch.outer(dx, dx)),
             self.xy + sign * (other.xy + smaller * torch.outer(dx, dy)),
             self.yy + sign * (other.yy + smaller * torch.outer(dy, dy)),
+            noise_x=_sum(self.noise_x, other.noise_x),
+            noise_y=_sum(self.noise_y, other.noise_y),
         )
+
+
+def is_measured(
+    variances: Float64[Tensor, " direction"],
+    axes: Float64[Tensor, "width direction"],
+    noise: Float64[Tensor, " width"] | None,
+    floor: int | float | Float64[Tensor, ""],
+) -> Bool[Tensor, " direction"]:
+    """Which eigenvectors of a matrix of sums of squares have more than rounding: above `floor` (a sum of squares), and
+    above the noise of the channels that they mix, sum_i v_i^2 noise_i."""
+    is_kept = variances > floor
+    return is_kept if noise is None else is_kept & (variances > axes.square().T @ noise.to(axes))
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _noise_of_difference(noise_x: Tensor | None, noise_y: Tensor | None) -> Tensor | None:
+    """Of y - x: the four sums that make it up, errors added."""
+    if noise_x is None or noise_y is None:
+        return _sum(noise_x, noise_y)
+    return (noise_x.sqrt() + noise_y.sqrt()).square()

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.pair_moments import NoRows, PairMoments
 
 SHARDS = ("fit", "validation", "test")
 
@@ -113,10 +113,11 @@ def pair_splits(
     if len(shards) != 3:
         raise ValueError(f"shards={shards}; give the names of fit, validation and test.")
     options = {"stratum": stratum} | ({"shuffled": True} if shuffled else {})
-    fit, validation, test = (
-        None if shard is None and i == 1 else moments.pair(source, target, shard=shard, **options)
-        for i, shard in enumerate(shards)
-    )
+    fit, test = (moments.pair(source, target, shard=shards[i], **options) for i in (0, 2))
+    try:
+        validation = None if shards[1] is None else moments.pair(source, target, shard=shards[1], **options)
+    except NoRows:
+        validation = None
     for name, part in (("fit", fit), ("test", test)):
         if part.count < 2:
             raise ValueError(
@@ -124,3 +125,13 @@ def pair_splits(
                 "documents, or another stratum."
             )
     return PairSplits(fit, validation if validation is not None and validation.count else None, test)
+
+
+def pairs_held(moments: MomentSource, pairs: Sequence[tuple[Any, Any]] | None = None) -> list[tuple[Any, Any]]:
+    """The pairs whose moments are there, of those given or of every ordered pair of sites, sites with themselves
+    included. Banded moments hold fewer, and say which (`Moments.held_pairs`)."""
+    wanted = [(a, b) for a in moments.sites for b in moments.sites] if pairs is None else list(pairs)
+    if not hasattr(moments, "held_pairs"):
+        return wanted
+    held = {(str(a), str(b)) for a, b in moments.held_pairs()}
+    return [(a, b) for a, b in wanted if (str(a), str(b)) in held]

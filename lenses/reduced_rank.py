@@ -17,7 +17,7 @@ from torch import Tensor
 
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.map_scores import WHITENING_FLOOR
-from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.pair_moments import PairMoments, is_measured
 from microtome.lenses.source_basis import SourceBasis, source_basis
 
 METRICS = ("whitened", "raw")
@@ -90,7 +90,7 @@ def reduced_rank(
     loadings = basis.rotated(fit.xy)
     damping = basis.damping_of(strength * basis.unit)
     roots = damping.sqrt()[:, None] * loadings  # M = roots^T roots
-    onto, back = _metric(fit.yy, metric)
+    onto, back = _metric(fit, metric)
     _, values, axes = torch.linalg.svd(roots @ onto, full_matrices=False)
     left = basis.transform @ (damping[:, None] * (loadings @ (onto @ axes.T)))
     rank = min(basis.kept_rank, onto.shape[1])
@@ -128,12 +128,12 @@ def truncated_map(found: LinearMap, fit: PairMoments, rank: int) -> LinearMap:
     )
 
 
-def _metric(products: Float64[Tensor, "d_out d_out"], metric: str) -> tuple[Tensor, Tensor]:
+def _metric(fit: PairMoments, metric: str) -> tuple[Tensor, Tensor]:
     """S^(-1/2) and S^(1/2) as `[d_out, kept]` and `[kept, d_out]`, both the identity for the raw metric."""
     if metric == "raw":
-        eye = torch.eye(len(products)).to(products)
+        eye = torch.eye(fit.d_out).to(fit.yy)
         return eye, eye
-    values, axes = torch.linalg.eigh(products)
-    is_kept = values > WHITENING_FLOOR * values[-1].clamp_min(0)
+    values, axes = torch.linalg.eigh(fit.yy)
+    is_kept = is_measured(values, axes, fit.noise_y, WHITENING_FLOOR * values[-1].clamp_min(0))
     values, axes = values[is_kept], axes[:, is_kept]
     return axes * values.rsqrt(), values.sqrt()[:, None] * axes.T

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from microtome.lenses.linear_map import LinearMap
-from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.pair_moments import PairMoments, is_measured
 from microtome.lenses.source_basis import SourceBasis, source_basis
 from microtome.lenses.strength_path import StrengthPath, checked_strengths, squared_errors, strength_path
 
@@ -106,7 +106,8 @@ def uncentred_least_squares_map(fit: PairMoments) -> LinearMap:
     raw = fit.about(torch.zeros_like(fit.mean_x), torch.zeros_like(fit.mean_y))
     variances, axes = torch.linalg.eigh(raw.xx)
     floor = torch.finfo(torch.float64).eps * len(variances) * variances[-1].clamp_min(0)
-    inverse = torch.where(variances > floor, 1 / torch.where(variances > floor, variances, 1.0), 0.0)
+    is_kept = is_measured(variances, axes, raw.noise_x, floor)
+    inverse = torch.where(is_kept, 1 / torch.where(is_kept, variances, 1.0), 0.0)
     weight = axes @ (inverse[:, None] * (axes.T @ raw.xy))
     return LinearMap(
         weight, torch.zeros_like(fit.mean_y), "least squares without intercept", facts={"count": fit.count}

@@ -22,7 +22,7 @@ from microtome.lenses.canonical import canonical_correlations
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.map_scores import MapScores, Reference, increment_total, reference, scores_of_traces
 from microtome.lenses.pair_moments import PairMoments
-from microtome.lenses.pair_splits import MomentSource, PairSplits, pair_splits
+from microtome.lenses.pair_splits import SHARDS, MomentSource, PairSplits, pair_splits, pairs_held
 from microtome.lenses.ridge_map import map_at
 from microtome.lenses.simple_maps import channel_factors
 from microtome.lenses.source_basis import SourceBasis, source_basis
@@ -78,6 +78,7 @@ def ridge_pairs(
     select: str | None = None,
     refit: bool = False,
     stratum: str = "rest",
+    shards: Sequence[Any] = SHARDS,
     keep_maps: bool = False,
     map_dtype: torch.dtype = torch.float64,
     canonical: bool = False,
@@ -88,10 +89,11 @@ def ridge_pairs(
 
     Args:
         moments: what gives the moments of pairs, `lenses.moments.Moments`.
-        pairs: of source and target; every ordered pair of the moments' sites if None, sites with themselves included.
-            Banded moments hold fewer: give those.
+        pairs: of source and target; every ordered pair that the moments hold if None, sites with themselves included.
         strengths, penalty, select, refit: as of `ridge_map`.
         stratum: which tokens: "rest" (neither sinks nor BOS), "sinks" or "all".
+        shards: fit, validation (or None) and test, as of `pair_splits`; with folds
+            `(moments.training("fold0"), None, "fold0")`.
         keep_maps: whether weights are kept, 8 d^2 bytes each in float64.
         map_dtype: what they are kept in.
         canonical: canonical ceilings too, which take several times as long as the maps.
@@ -102,7 +104,7 @@ def ridge_pairs(
         ValueError: no pairs, what `ridge_map` raises, or a shard without rows.
     """
     values = checked_strengths(strengths)
-    pairs = [(a, b) for a in moments.sites for b in moments.sites] if pairs is None else list(pairs)
+    pairs = pairs_held(moments) if pairs is None else list(pairs)
     if not pairs:
         raise ValueError("there are no pairs. Give at least one (source, target).")
     by_source: dict[str, list[tuple[Any, Any]]] = {}
@@ -117,7 +119,7 @@ def ridge_pairs(
             shared = None
             for source, target in group:
                 name = str(source), str(target)
-                splits = pair_splits(moments, source, target, stratum, shuffled=shuffled)
+                splits = pair_splits(moments, source, target, stratum, shards=shards, shuffled=shuffled)
                 final = splits.joined() if refit else splits
                 shared = _Source.of(splits, final, penalty) if shared is None else shared
                 if name[1] not in references:

@@ -29,7 +29,7 @@ from microtome.data.replaced_file import replaced_file
 from microtome.lenses.depths import deeper_pairs, depth_of
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.map_scores import Reference, map_scores, reference
-from microtome.lenses.pair_splits import MomentSource, pair_splits
+from microtome.lenses.pair_splits import SHARDS, MomentSource, pair_splits, pairs_held
 from microtome.lenses.ridge_map import uncentred_least_squares_map
 from microtome.lenses.ridge_pairs import Pair, ridge_pairs
 
@@ -136,6 +136,7 @@ def fit_shortcuts(
     strengths: Sequence[int | float] | None = None,
     refit: bool = False,
     stratum: str = "rest",
+    shards: Sequence[Any] = SHARDS,
     dtype: torch.dtype = torch.float32,
     progress: bool = False,
 ) -> Shortcuts:
@@ -143,11 +144,12 @@ def fit_shortcuts(
 
     Args:
         moments: of the sites.
-        pairs: of source and target; every residual depth with every deeper one if None. `pairs_to_last` is enough for
-            a lens.
+        pairs: of source and target; every residual depth with every deeper one that is held if None.
+            `pairs_to_last` is enough for a lens.
         method: "ridge", or "published": least squares without intercept.
         strengths, refit: of ridge, as of `ridge_map`.
         stratum: which tokens: "rest" (neither sinks nor BOS), "sinks" or "all". The paper has no strata: "all".
+        shards: fit, validation and test, as of `ridge_pairs`.
         dtype: what maps are kept in; they are fitted in float64.
         progress: show a bar.
 
@@ -156,7 +158,7 @@ def fit_shortcuts(
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; there are {METHODS}.")
-    pairs = deeper_pairs(moments.sites) if pairs is None else list(pairs)
+    pairs = pairs_held(moments, deeper_pairs(moments.sites)) if pairs is None else list(pairs)
     if not pairs:
         raise ValueError("there are no pairs. Give at least one (source, target).")
     if method == "ridge":
@@ -166,6 +168,7 @@ def fit_shortcuts(
             strengths=strengths,
             refit=refit,
             stratum=stratum,
+            shards=shards,
             keep_maps=True,
             map_dtype=dtype,
             progress=progress,
@@ -174,7 +177,7 @@ def fit_shortcuts(
     maps: dict[Pair, LinearMap] = {}
     rows, references = [], dict[str, Reference]()
     for source, target in tqdm(pairs, desc="shortcuts", unit="pair", disable=not progress):
-        splits, name = pair_splits(moments, source, target, stratum), (str(source), str(target))
+        splits, name = pair_splits(moments, source, target, stratum, shards=shards), (str(source), str(target))
         if name[1] not in references:
             references[name[1]] = reference(splits.test, splits.fit.mean_y)
         plain = uncentred_least_squares_map(splits.fit)

@@ -4,7 +4,7 @@
 
 A diagonal penalty, λ diag(S_xx), is the same thing for x divided by its deviations, and scales back: W = T diag(..) T^T
 S_xy with T = diag(S_xx)^(-1/2) Q. Directions whose variance is rounding error (below d eps of the largest) are left
-out: dead channels, copies, fewer rows than channels.
+out: dead channels, copies, fewer rows than channels. So are those that float32 products cannot tell from rounding.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.pair_moments import PairMoments, is_measured
 
 PENALTIES = ("isotropic", "diag")
 
@@ -81,16 +81,17 @@ def source_basis(fit: PairMoments, penalty: str = "isotropic") -> SourceBasis:
         raise ValueError(f"penalty is {penalty!r}; there are {PENALTIES}.")
     if fit.count < 2:
         raise ValueError(f"{fit.count} rows cannot be fitted to. Give two or more, best 20 per channel.")
-    products, scale = fit.xx, None
+    products, scale, noise = fit.xx, None, fit.noise_x
     if penalty == "diag":
         squares = fit.xx.diagonal()
         scale = torch.where(squares > _noise(fit), squares, torch.inf).rsqrt()
         products = products * scale[:, None] * scale
+        noise = None if noise is None else noise * scale.square()
     variances, axes = torch.linalg.eigh(products)
     width = len(variances)
     floor = torch.finfo(torch.float64).eps * max(width, 2) * variances[-1].clamp_min(0)
     floor = floor if scale is not None else torch.maximum(floor, _noise(fit).max())
-    variances = torch.where(variances > floor, variances, 0.0)
+    variances = torch.where(is_measured(variances, axes, noise, floor), variances, 0.0)
     unit = 1.0 if scale is not None else float(fit.xx.trace()) / width
     transform = axes if scale is None else scale[:, None] * axes
     return SourceBasis(transform, variances, unit, fit.mean_x, fit.count, penalty)

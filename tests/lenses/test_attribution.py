@@ -245,6 +245,23 @@ def test_strings_through_a_tokenizer(models, word_tokenizer):
         logit_attribution(loaded, ["the cat"], target="cat dog")
 
 
+def test_numbers_of_other_kinds(models):
+    model = models["llama"]
+    plain = logit_attribution(model, TEXTS, 1, target=17, by="layer").logits
+    for position, target in ((np.int64(1), np.int64(17)), (torch.tensor(1), torch.tensor([17] * 3))):
+        assert logit_attribution(model, TEXTS, position, target=target, by="layer").logits.equals(plain)
+    assert logit_attribution(model, TEXTS, torch.tensor([1, 1, 1]), target=17, by="layer").logits.equals(plain)
+
+
+def test_nan_names_its_text(models):
+    model = copy.deepcopy(models["llama"])
+    anatomy = dissect(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[90] = float("nan")
+    with pytest.raises(ValueError, match="The stream of text 1 or its logits are NaN"):
+        logit_attribution(model, TEXTS, target=17, anatomy=anatomy)
+
+
 def test_bad_input(models, tiny):
     model = models["llama"]
     with pytest.raises(ValueError, match="by='heads'; give 'layer'"):
@@ -253,6 +270,16 @@ def test_bad_input(models, tiny):
         logit_attribution(model, TEXTS, target=" Paris")
     with pytest.raises(ValueError, match="target=120: token ids of this model are 0 to 119"):
         logit_attribution(model, TEXTS, target=120)
+    for wrong in (5.7, [5, None, 3], [1.0, 2, 3], True):
+        with pytest.raises(TypeError, match=r"target holds .*: give whole numbers or strings"):
+            logit_attribution(model, TEXTS, target=wrong)
+    for wrong in (0.9, [[0.9], [1], [1]]):
+        with pytest.raises(TypeError, match=r"positions holds 0.9: give whole numbers\."):
+            logit_attribution(model, TEXTS, wrong)
+    with pytest.raises(TypeError, match="positions='all': give whole numbers, one for all texts"):
+        logit_attribution(model, TEXTS, "all")
+    with pytest.raises(ValueError, match="largest_neurons=-1: give 0 or more"):
+        logit_attribution(model, TEXTS, by="neuron", largest_neurons=-1)
     with pytest.raises(ValueError, match="against has 2 tokens for 3 texts"):
         logit_attribution(model, TEXTS, target=1, against=[1, 2])
     with pytest.raises(ValueError, match="positions has 2 entries for 3 texts"):

@@ -1,9 +1,12 @@
 import copy
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
+from transformers import OPTConfig, OPTForCausalLM
 
 from microtome.capture.models import LoadedModel
 from microtome.lenses.backward_lens import backward_lens, edited_weights, step_effect
@@ -39,6 +42,58 @@ def test_frozen_parameters_stay_frozen_and_others_open(tiny):
     lens = backward_lens(model, TEXT, 17)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["lm_head.weight"]
     assert all(float(matrix.norm.max()) > 0 for matrix in lens.matrices)
+
+
+def test_opts_matrices_are_those_of_its_mlp():
+    """fc1 and fc2 lie in the block itself, beside attention's."""
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = OPTConfig(**small, vocab_size=120, max_position_embeddings=64, word_embed_proj_dim=32)
+    lens = backward_lens(OPTForCausalLM(config).eval(), TEXT, 17, layers=[1])
+    assert [matrix.path.rpartition(".")[2] for matrix in lens.matrices] == ["fc1", "fc2"]
+    assert [matrix.inputs.shape for matrix in lens.matrices] == [(7, 32), (7, 48)]
+
+
+def test_inside_inference_mode_and_a_graph_inside_edited_weights(tiny):
+    model = tiny("llama")
+    lens = backward_lens(model, TEXT, 17)
+    with torch.inference_mode():
+        inside = backward_lens(model, TEXT, 17)
+        assert step_effect(model, inside).equals(step_effect(model, lens))
+        made_here = copy.deepcopy(model)
+    pd.testing.assert_frame_equal(inside.table, lens.table)
+    with edited_weights(model, lens, lr=0.1):
+        assert model(input_ids=torch.tensor([TEXT])).logits.requires_grad
+    with pytest.raises(ValueError, match=r"made in torch.inference_mode, which allows no gradients"):
+        backward_lens(made_here, TEXT, 17)
+
+
+def test_the_effect_is_read_where_the_lens_was_taken(tiny):
+    model = tiny("llama")
+    lens = backward_lens(model, TEXT, 17, position=-4)
+    assert lens.position == 3
+    effect = step_effect(model, lens, lr=0.01).set_index("token")
+    assert effect.loc["target", "log_prob_before"] == pytest.approx(-lens.loss, abs=1e-5)
+    assert effect.loc["original", "rank_before"] == 0
+    last = step_effect(model, lens, lr=0.01, position=-1).set_index("token")
+    assert last.loc["target", "log_prob_before"] != pytest.approx(-lens.loss, abs=1e-3)
+
+
+def test_a_lens_of_another_model_changes_nothing(tiny):
+    model = tiny("llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    foreign = backward_lens(tiny("gpt2"), TEXT, 17)
+    wide = backward_lens(model, TEXT, 17, layers=[0, 1])
+    first, last = wide.matrices[0], wide.matrices[-1]
+    wide = replace(wide, matrices=(first, replace(last, inputs=torch.ones(7, 50))))
+    for lens, name in ((foreign, "transformer.h.0.mlp.c_fc"), (wide, last.path)):
+        with (
+            pytest.raises(ValueError, match=f"has no matrix {name} of .*: the lens is of another model"),
+            edited_weights(model, lens),
+        ):
+            pass
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
@@ -117,6 +172,8 @@ def test_strings_and_bad_input(tiny, word_tokenizer):
         backward_lens(model, TEXT, 17, position=7)
     with pytest.raises(IndexError, match="layer 5 is out of range"):
         backward_lens(model, TEXT, 17, layers=[5])
+    with pytest.raises(ValueError, match="layers is empty"):
+        backward_lens(model, TEXT, 17, layers=[])
     with pytest.raises(ValueError, match="training mode"):
         backward_lens(copy.deepcopy(model).train(), TEXT, 17)
     with pytest.raises(ValueError, match="lr=nan"), edited_weights(model, lens, lr=float("nan")):

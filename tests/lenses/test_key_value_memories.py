@@ -1,9 +1,12 @@
+import copy
+
 import numpy as np
 import pytest
 import torch
 
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel
+from microtome.capture.store_files import writing
 from microtome.capture.taps import taps
 from microtome.lenses import key_value_memories
 from microtome.lenses.key_value_memories import trigger_examples, value_words
@@ -127,6 +130,25 @@ def test_a_values_words_are_what_more_of_it_raises(tiny, kind):
         assert row.words == tuple(str(i) for i in scores.topk(3).indices.tolist())
         assert row.negative_words == tuple(str(i) for i in (-scores).topk(3).indices.tolist())
         assert (row.top_id, row.bottom_id) == (int(scores.argmax()), int(scores.argmin()))
+
+
+def test_a_pass_of_edited_weights_does_not_go_on(tiny, tmp_path):
+    model = LoadedModel.from_module(copy.deepcopy(tiny("llama")), name="tiny")
+    trigger_examples(model, TEXTS, k=3, folder=tmp_path)
+    with torch.no_grad():
+        model.module.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="is of a pass with other model"):
+        trigger_examples(model, TEXTS, k=3, folder=tmp_path)
+    with writing(tmp_path), pytest.raises(BlockingIOError):
+        trigger_examples(model, TEXTS, k=3, folder=tmp_path)
+
+
+def test_nan_is_no_largest_coefficient(tiny):
+    model = copy.deepcopy(tiny("llama"))
+    anatomy = dissect(model)
+    model.model.embed_tokens.weight.data[TEXTS[1][4]] = float("nan")
+    with pytest.raises(ValueError, match=r"mlp_act.0 is NaN at text \d, position \d+\. Look at that text"):
+        trigger_examples(model, TEXTS, anatomy=anatomy)
 
 
 def test_bad_input(tiny):

@@ -125,6 +125,12 @@ def test_bad_input(tiny):
         value_agreement(model, triggers, layers=[2])
     with pytest.raises(ValueError, match="neurons=0: give at least one"):
         value_agreement(model, triggers, neurons=0)
+    with pytest.raises(ValueError, match="triggers of 40 neurons and token ids to 4, a model of 48 neurons and 120"):
+        value_agreement(model, planted(torch.full((40,), 4), 1))
+    with pytest.raises(ValueError, match="token ids to 400, a model of 48 neurons and 120 tokens"):
+        value_agreement(model, planted(torch.full((48,), 400), 1))
+    with pytest.raises(ValueError, match="layers is empty"):
+        memory_composition(model, TEXTS, [])
     with pytest.raises(ValueError, match="active=0: give at least one memory"):
         memory_composition(model, TEXTS, [0], active=0)
     with pytest.raises(ValueError, match="No token to look at"):

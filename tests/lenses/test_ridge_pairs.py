@@ -6,13 +6,17 @@ import torch
 
 from microtome.lenses.canonical import canonical_correlations
 from microtome.lenses.linear_map import identity_map
+from microtome.lenses.linearity import linearity
 from microtome.lenses.map_scores import map_scores
 from microtome.lenses.moments import Moments
-from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.pair_moments import NoRows, PairMoments
 from microtome.lenses.pair_splits import pair_splits
-from microtome.lenses.ridge_map import ridge_map
+from microtome.lenses.reduced_rank import reduced_rank
+from microtome.lenses.ridge_map import least_squares_map, ridge_map
 from microtome.lenses.ridge_pairs import ridge_pairs
+from microtome.lenses.shortcuts import fit_shortcuts
 from microtome.lenses.simple_maps import scale_map, shift_map
+from microtome.lenses.source_basis import source_basis
 from microtome.lenses.strata import TokenRule
 
 KINDS = ("r2_vw", "r2_ua", "r2_wh")
@@ -126,3 +130,71 @@ def test_bad_input_says_what_to_do(stream_moments):
         ridge_pairs(stream_moments, [])
     with pytest.raises(ValueError, match="the fit shard has 0 rows of stratum 'sinks'"):
         ridge_pairs(stream_moments, stratum="sinks")
+
+
+@pytest.fixture
+def banded() -> Moments:
+    """Four sites of 5 channels, neighbours alone, in 4 folds; 40 documents of 10 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(400, 5, generator=generator)
+    values = {f"resid_post.{i}": first + 0.3 * i * torch.randn(400, 5, generator=generator) for i in range(4)}
+    moments = Moments(dict.fromkeys(values, 5), 1, 4, rule=TokenRule(first=False, massive=False))
+    moments.update(values, documents=torch.arange(400) // 10, position=torch.arange(400) % 10)
+    return moments
+
+
+def test_banded_moments_give_the_pairs_they_hold(banded):
+    shards = (banded.training("fold0"), None, "fold0")
+    names = [f"resid_post.{i}" for i in range(4)]
+    near = [(names[i], names[j]) for i in range(4) for j in range(4) if abs(i - j) <= 1]
+    table = ridge_pairs(banded, shards=shards).table
+    assert list(zip(table["source"], table["target"], strict=True)) == near
+    assert (table["count"] + table["test_count"] == 400).all()
+    assert set(table["selected_by"]) == {"gcv"}
+    assert list(fit_shortcuts(banded, shards=shards).maps) == [(a, b) for a, b in near if a < b]
+    assert len(linearity(banded, shards=shards, strata=["all"]).table) == 3
+    with pytest.raises(KeyError, match="'fit' is no shard"):
+        ridge_pairs(banded)
+
+
+def test_without_validation_rows_the_strength_is_chosen_by_gcv():
+    rows = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+    listed = {d: "test" if d == 5 else "fit" for d in range(6)} | {99: "validation"}
+    moments = Moments({"a": 3, "b": 3}, shards=listed, rule=TokenRule(first=False))
+    position = torch.arange(60) % 10
+    moments.update({"a": rows, "b": rows + 1}, documents=torch.arange(60) // 10, position=position)
+    assert pair_splits(moments, "a", "b").validation is None
+    assert set(ridge_pairs(moments).table["selected_by"]) == {"gcv"}
+    with pytest.raises(NoRows, match="Shard 'validation', stratum 'rest': no token is there"):
+        moments.pair("a", "b", "validation")
+    with pytest.raises(NoRows, match="Shard 'validation', stratum 'rest': no token is there"):
+        pair_splits(moments, "a", "b", shards=("fit", "fit", "validation"))
+
+
+def test_directions_that_float32_products_cannot_see_are_left_out():
+    """A site of 20 channels that lives in 4 directions, as a head's output does in the stream."""
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randn(6000, 4, generator=generator) @ torch.randn(4, 20, generator=generator)
+    full = 0.2 * flat @ torch.randn(20, 20, generator=generator) + torch.randn(6000, 20, generator=generator)
+    values, document = {"flat": flat, "full": full}, torch.arange(6000) // 10
+    moments = Moments({"flat": 20, "full": 20}, rule=TokenRule(first=False), chunk=1000)
+    moments.update(values, documents=document, position=torch.arange(6000) % 10)
+    moments.finish()
+    shard = torch.from_numpy(moments.split.numbers(document.tolist()))
+    for source, target in (("full", "flat"), ("flat", "full"), ("flat", "flat")):
+        fit, test = (PairMoments.from_rows(values[source][shard == i], values[target][shard == i]) for i in (0, 2))
+        found = pair_splits(moments, source, target)
+        ours, exact = (least_squares_map(each) for each in (found.fit, fit))
+        scores, expected = map_scores(ours, found.test, found.fit), map_scores(exact, test, fit)
+        assert scores.whitened_rank == expected.whitened_rank == (4 if target == "flat" else 20)
+        assert scores.r2_wh == pytest.approx(expected.r2_wh, abs=1e-4)
+        torch.testing.assert_close(ours.weight, exact.weight, rtol=1e-3, atol=1e-3)
+        canonical, plain = canonical_correlations(found.fit, found.test), canonical_correlations(fit, test)
+        assert (canonical.rank_x, canonical.rank_y) == (plain.rank_x, plain.rank_y)
+        assert reduced_rank(found.fit).full_rank == reduced_rank(fit).full_rank == 4
+        assert source_basis(found.fit, "diag").kept_rank == source_basis(fit, "diag").kept_rank
+    both = found.fit + found.validation
+    torch.testing.assert_close(both.noise_x, found.fit.noise_x + found.validation.noise_x)
+    assert float(both.increment().noise_y.min()) > 0
+    assert both.reversed().noise_y is both.noise_x
+    assert both.about(both.mean_x, both.mean_y).noise_y is both.noise_y
