@@ -115,7 +115,10 @@ def maps() -> None:
         show(f"Linearity of each step ({name})", found.to_frame())
     steps = list(zip(moments("shuffled").sites, moments("shuffled").sites[1:], strict=False))
     shuffled = ridge_pairs(moments("shuffled"), steps, shuffled=True)
-    show("Steps paired with another document's tokens, mean over steps", by_distance(shuffled.table))
+    show(
+        "Steps paired with another document's tokens",
+        shuffled.table[["source", "target", "r2_vw", "r2_ua", "test_count"]],
+    )
     pairs = ridge_pairs(moments(), progress=True)
     pairs.table.to_parquet(FOLDER / "ridge_pairs.parquet")
     show("Ridge maps between depths, mean over pairs of one distance", by_distance(pairs.table))
