@@ -200,7 +200,7 @@ def test_what_cannot_be_trained_is_refused(tiny, texts, tmp_path):
         fit_tuned_lens(model, texts, depths=[3])
     with pytest.raises(ValueError, match="one document"):
         fit_tuned_lens(model, texts, documents=[0] * 30)
-    with pytest.raises(ValueError, match="one per text"):
+    with pytest.raises(ValueError, match="Give the document of every text"):
         fit_tuned_lens(model, texts, documents=[0])
     with pytest.raises(ValueError, match="'zero', or maps"):
         fit_tuned_lens(model, texts, start="best")
