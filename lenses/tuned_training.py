@@ -213,9 +213,10 @@ class _Training:
 
     def learn(self, states: Float[Tensor, "depth token d_model"], final: Tensor, end: Unembedding) -> None:
         """One step on the tokens of one batch."""
-        kl = vocabulary_kl(_lensed(states, self.weight, self.bias, end), final, **_readout(end)).mean(1)
-        self._require_finite(kl)
-        gradients = torch.autograd.grad(kl.sum(), [self.weight, self.bias])
+        with torch.autocast(states.device.type, enabled=False):
+            kl = vocabulary_kl(_lensed(states, self.weight, self.bias, end), final, **_readout(end)).mean(1)
+            self._require_finite(kl)
+            gradients = torch.autograd.grad(kl.sum(), [self.weight, self.bias])
         norm = (gradients[0].square().sum((1, 2)) + gradients[1].square().sum(1)).sqrt()
         factor = (self.settings.clip / norm.clamp_min(1e-12)).clamp(max=1.0)
         self.weight.grad, self.bias.grad = gradients[0] * factor[:, None, None], gradients[1] * factor[:, None]
@@ -312,7 +313,8 @@ def _evaluate(weight: Tensor, bias: Tensor, held: tuple[Tensor, Tensor], end: Un
     states, final = held
     total = torch.zeros(len(states), dtype=torch.float64)
     for rows in torch.arange(states.shape[1]).split(64):
-        kl = vocabulary_kl(_lensed(states[:, rows], weight, bias, end), end.normed(final[rows]), **_readout(end))
+        with torch.autocast(states.device.type, enabled=False):
+            kl = vocabulary_kl(_lensed(states[:, rows], weight, bias, end), end.normed(final[rows]), **_readout(end))
         total += kl.double().sum(1).cpu()
     return (total / states.shape[1]).float()
 
