@@ -13,6 +13,7 @@ many have no layer number. `set_attn_implementation` on an attached model takes 
 
 import inspect
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,10 +88,17 @@ class SeamCall:
         return attention_rows(self.query, self.key, mask, heads=heads, queries=queries, **settings)
 
     def statistics(self, **asked: Any) -> AttentionStatistics:
-        """Statistics of this call's pattern; `asked` are the options of `kernels.attention_statistics` that choose
-        them (windows, rules, marked, first_key). Without z. Raises TypeError as `pattern_rows` does."""
+        """Statistics of this call's pattern, without z. Raises TypeError as `pattern_rows` does.
+
+        asked: the options of `kernels.attention_statistics` that choose them (windows, rules, marked, first_key), and
+        `causal_offset`, the key number of the first query. With a cache the queries are the last keys, which is what is
+        taken; only a cache with empty places behind them (`StaticCache`) needs it said.
+        """
         mask, settings = self._pattern_settings()
-        return attention_statistics(self.query, self.key, None, mask, with_z=False, **settings, **asked)
+        if not settings["is_causal"]:
+            # nothing is masked by it, but it is where "self" and "previous" are
+            settings["causal_offset"] = max(0, self.key.shape[2] - self.query.shape[2])
+        return attention_statistics(self.query, self.key, None, mask, with_z=False, **settings | asked)
 
     def _pattern_settings(self) -> tuple[Tensor | None, dict[str, Any]]:
         """The mask, and what else decides the pattern, as the kernels name it."""
@@ -165,16 +173,52 @@ def intercepted(interceptor: Interceptor) -> Iterator[None]:
 def switch_on(model: nn.Module) -> list[PreTrainedConfig]:
     """Put the seam beside the attention implementation of a model and of its submodels.
 
+    It stays there, also where it was on for the time of a `seam_for_now` until here.
+
     Returns:
         The configurations that were changed: those that attention modules read and that had no seam yet.
     """
+    with _switching:
+        configs = _configs(model)
+        for config in configs:
+            _users.pop(id(config), None)
+        return _switched_on(configs)
+
+
+def _switched_on(configs: Sequence[PreTrainedConfig]) -> list[PreTrainedConfig]:
     changed = []
-    for config in _configs(model):
+    for config in configs:
         setting = config._attn_implementation_internal
         if isinstance(setting, str) and not isinstance(setting, SeamName):
             config._attn_implementation_internal = _registered(setting)
             changed.append(config)
     return changed
+
+
+# configurations whose seam is on for a time: by identity, with the number of those who are at it, in any thread
+_users: dict[int, tuple[PreTrainedConfig, int]] = {}
+_switching = threading.RLock()
+
+
+@contextmanager
+def seam_for_now(model: nn.Module) -> Iterator[None]:
+    """Have the seam on; the last of those who are at it, in whatever thread, puts the setting back."""
+    with _switching:
+        configs = _configs(model)
+        changed = {id(config) for config in _switched_on(configs)}
+        ours = [config for config in configs if id(config) in changed or id(config) in _users]
+        for config in ours:
+            _users[id(config)] = config, _users.get(id(config), (config, 0))[1] + 1
+    try:
+        yield
+    finally:
+        with _switching:
+            for config in ours:
+                _, count = _users.pop(id(config), (config, 0))
+                if count > 1:
+                    _users[id(config)] = config, count - 1
+                elif count == 1:
+                    switch_off([config])
 
 
 def switch_off(configs: Sequence[PreTrainedConfig]) -> None:
@@ -193,12 +237,8 @@ def seam_configs(model: nn.Module) -> list[PreTrainedConfig]:
 @contextmanager
 def seam_observed(model: nn.Module, observe: Callable[[SeamCall, Tensor], None]) -> Iterator[None]:
     """Call `observe(call, z)` after every attention call of this context; afterwards the setting is as before."""
-    changed = switch_on(model)
-    try:
-        with intercepted(_Observer(observe)):
-            yield
-    finally:
-        switch_off(changed)
+    with seam_for_now(model), intercepted(_Observer(observe)):
+        yield
 
 
 def seam_calls(model: nn.Module, run: Callable[[], Any]) -> dict[str, int]:

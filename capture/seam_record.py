@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from microtome.capture.attention_seam import SeamCall, intercepted, switch_off, switch_on
+from microtome.capture.attention_seam import SeamCall, intercepted, seam_for_now
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,5 @@ def recorded_seam_calls(
     """
     record: dict[str, list[RecordedCall]] = {}
     paths = {module: path for path, module in model.named_modules()}
-    changed = switch_on(model)
-    try:
-        with intercepted(_Recorder(paths, record, change)):
-            yield record
-    finally:
-        switch_off(changed)
+    with seam_for_now(model), intercepted(_Recorder(paths, record, change)):
+        yield record

@@ -1,10 +1,11 @@
 import copy
 import pickle
 import sys
+import threading
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, BloomConfig, BloomForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, BloomConfig, BloomForCausalLM, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -345,3 +346,63 @@ def test_an_implementation_without_a_mask_function_stays_without(tiny):
     finally:
         del AttentionInterface._global_mapping["maskless"]
     assert AttentionMaskInterface._global_mapping["microtome_sdpa"] is sdpa_mask
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("new", [1, 3])
+def test_statistics_of_a_cached_step_are_those_of_the_last_rows(tiny, kind, new):
+    """Keys and queries end together: without that, self and previous would be the first keys of the cache."""
+    model, ids = tiny(kind), batch()["input_ids"]
+    whole = [c.statistics(windows=[3]) for c in recorded_calls(model, lambda: first_output(model, input_ids=ids))]
+    with torch.no_grad():
+        start = model(input_ids=ids[:, :-new], use_cache=True).past_key_values
+    calls = recorded_calls(model, lambda: first_output(model, input_ids=ids[:, -new:], cache=start))
+    for call, expected in zip(calls, whole, strict=True):
+        found = call.statistics(windows=[3])
+        for name in ("on_self", "on_previous", "mean_distance", "within", "on_first", "entropy"):
+            wanted = getattr(expected, name)[..., -new:]
+            torch.testing.assert_close(getattr(found, name), wanted, atol=2e-5, rtol=1e-4, msg=name)
+        moved = call.statistics(causal_offset=0)
+        assert not torch.allclose(moved.on_self, found.on_self)
+
+
+def test_statistics_of_a_cache_with_empty_places_need_the_offset(tiny):
+    model, ids = tiny("llama"), batch()["input_ids"]
+    (whole, *_) = recorded_calls(model, lambda: first_output(model, input_ids=ids))
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(input_ids=ids[:, :-1], use_cache=True, cache=cache)
+    (call, *_) = recorded_calls(model, lambda: first_output(model, input_ids=ids[:, -1:], cache=cache))
+    found, expected = call.statistics(causal_offset=8), whole.statistics()
+    for name in ("on_self", "on_previous", "mean_distance"):
+        torch.testing.assert_close(getattr(found, name)[..., 0], getattr(expected, name)[..., -1], atol=2e-5, rtol=1e-4)
+
+
+def test_threads_that_observe_one_model_do_not_end_each_other(tiny):
+    model, inputs = tiny("llama"), batch()
+    before, seen = settings(model), []
+    with seam_observed(model, lambda call, z: seen.append(call)):
+
+        def other():
+            with seam_observed(model, lambda call, z: seen.append("other")):
+                first_output(model, **inputs)
+                inside.set()
+                outer_is_over.wait(10)
+                first_output(model, **inputs)
+
+        inside, outer_is_over = threading.Event(), threading.Event()
+        thread = threading.Thread(target=other)
+        thread.start()
+        inside.wait(10)
+    outer_is_over.set()
+    thread.join()
+    assert seen == ["other"] * 6
+    assert settings(model) == before
+
+
+def test_taps_keep_the_seam_that_an_observer_had_put_there(tiny):
+    model, inputs = tiny("llama"), batch()
+    with seam_observed(model, lambda call, z: None):
+        switch_on(model)
+    assert seam_configs(model)
+    switch_off(seam_configs(model))
