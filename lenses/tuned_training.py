@@ -135,7 +135,7 @@ def _trained(
     texts: Any,
     documents: Iterable[Any] | None,
     depths: Sequence[int] | None,
-    start: Mapping[str, LinearMap] | str,
+    start: Mapping[str | tuple | Site, LinearMap] | str,
     settings: TunedSettings,
     checkpoint: str | Path | None,
     progress: bool,
