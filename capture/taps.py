@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor, nn
 
 from microtome.capture.anatomy import Anatomy
-from microtome.capture.attention_seam import switch_on
+from microtome.capture.attention_seam import seam_for_now
 from microtome.capture.hooks import ActiveTaps, ForwardStopped, at_seam, close_taps, install, open_taps
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
@@ -146,12 +146,10 @@ def taps(
     active = ActiveTaps(plan.at, [*plan.edits.values(), *plan.reads.values()], stop, plan.entrances)
     install([(place, side) for side in ("in", "out") for place in plan.at[side]] + [(m, "in") for m in plan.entrances])
     install((place, "out") for place in plan.at["cache"])
-    if plan.uses_seam:
-        switch_on(module)
     tape = Tape(plan)
     open_taps(active)
     try:
-        with at_seam() if plan.uses_seam else nullcontext():
+        with seam_for_now(module) if plan.uses_seam else nullcontext(), at_seam() if plan.uses_seam else nullcontext():
             yield tape
     except ForwardStopped as stopped:
         if stopped.taps is not active:

@@ -33,7 +33,7 @@ def vocabulary_statistics_blocked(
     block: int,
 ) -> dict[str, Tensor | None]:
     """The fields of `VocabularyStatistics` by name."""
-    vocabulary = Vocabulary(weight, bias, factor, cap, wide_dtype(hidden, weight))
+    vocabulary = Vocabulary(weight, bias, factor, cap, wide_dtype(hidden, weight, final))
     depths, tokens = hidden.shape[0] + (final is not None), hidden.shape[1]
     parts = []
     space = torch.empty(2, max(rows, depths) * min(block, len(weight)), dtype=vocabulary.dtype, device=hidden.device)

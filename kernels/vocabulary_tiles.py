@@ -63,12 +63,13 @@ class Rows:
         return cls(dense, dense.to_mkldnn() if uses_onednn(states) else None, len(states))
 
     def times(self, columns: Float[Tensor, "column d_model"]) -> Float[Tensor, "count column"]:
-        """states @ columns^T, a new tensor."""
+        """states @ columns^T, a new tensor in the dtype of both, an autocast around the call notwithstanding."""
         enough = _at_least(columns, FEWEST_COLUMNS)
-        if self.packed is None:
-            product = torch.mm(self.dense, enough.T)
-        else:
-            product = torch.nn.functional.linear(self.packed, enough.contiguous().to_mkldnn()).to_dense()
+        with torch.autocast(self.dense.device.type, enabled=False):
+            if self.packed is None:
+                product = torch.mm(self.dense, enough.T)
+            else:
+                product = torch.nn.functional.linear(self.packed, enough.contiguous().to_mkldnn()).to_dense()
         return product[: self.count, : len(columns)].contiguous()
 
 

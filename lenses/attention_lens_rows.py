@@ -9,7 +9,7 @@ text); "all" is every token but position 0 and the tokenizer's special tokens, w
 sinks; "every" leaves out none, for reading rather than for fitting. Rows are split by document.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from microtome.capture.sites import Site
 from microtome.capture.tap_plan import Edit, EditFunction, SiteName
 from microtome.data.free_memory import free_memory
 from microtome.lenses.corpus_pass import Chunk, corpus_pass
+from microtome.lenses.documents import document_numbers
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 # "last", "all" or "every"; told by a message of ours, so not a Literal
@@ -97,7 +98,7 @@ def lens_rows(
     layer: int,
     *,
     positions: Positions = "all",
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     with_stream: bool = False,
     max_rows: int | None = None,
     seed: int = 0,
@@ -113,7 +114,7 @@ def lens_rows(
         texts: as `capture` takes them.
         layer: whose heads.
         positions: "last" real token of each text, "all" but sinks, or "every" one (module docstring).
-        documents: number of each text's document; None takes each text for a document of its own.
+        documents: name or number of the document of each text; each its own if None.
         with_stream: keep the stream before attention too, for the residual mode.
         max_rows: at most so many, drawn at random; None keeps all.
         max_tokens: padded tokens per batch.
@@ -135,8 +136,7 @@ def lens_rows(
     before = anatomy.expand([("resid_pre", layer)])[0]
     sites = [z, last, *([before] if with_stream else [])]
     run = corpus_pass(model, texts, sites, anatomy=anatomy, edits=edits, max_tokens=max_tokens)
-    if documents is not None and len(documents) != len(run.texts):
-        raise ValueError(f"{len(documents)} documents for {len(run.texts)} texts; give one number per text.")
+    numbers = torch.from_numpy(document_numbers(documents, len(run.texts)))
     chosen = _chosen(run.texts, positions)
     if not len(chosen):
         raise ValueError(f"positions={positions!r} leave no token: every text has its first token alone.")
@@ -160,7 +160,6 @@ def lens_rows(
         None if parts[0] is None else torch.cat(parts) for parts in zip(*kept, strict=True)
     )
     order = torch.from_numpy(np.lexsort((position.numpy(), text.numpy())))
-    numbers = torch.arange(len(run.texts)) if documents is None else torch.tensor([int(d) for d in documents])
     return LensRows(
         layer,
         mixed[order],

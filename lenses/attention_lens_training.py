@@ -15,7 +15,7 @@ same bits (on the same machine and threads).
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def train_attention_lens(
     texts: Any,
     layer: int,
     *,
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     positions: Positions = "all",
     mode: Mode = "joint",
     max_rows: int | None = None,

@@ -101,10 +101,8 @@ def see_calls(plan: CorpusPass, number: int, see: Callable[[SeenCall], None]) ->
                 )
             )
 
-    # attn_out rather than z: reading z would leave the seam on the model
-    ends = (Site(kind, sites[-1].layer, stack=sites[-1].stack, call=sites[-1].call) for kind in ("attn_out", "z"))
-    last = next((site for site in ends if site in plan.anatomy.taps), None)
-    reads = [] if last is None else [Read(last, select=lambda value: value[:, :1])]
+    last = Site("z", sites[-1].layer, stack=sites[-1].stack, call=sites[-1].call)
+    reads = [Read(last, select=lambda z: z[:, :1])] if last in plan.anatomy.taps else []
     with torch.no_grad(), seam_observed(plan.module, observe):
         if reads:
             with taps(plan.module, reads, anatomy=plan.anatomy, stop=True):

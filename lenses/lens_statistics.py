@@ -8,7 +8,7 @@ Curves are means over tokens; intervals are from a bootstrap over documents (tok
 first tokens and BOS (`sinks`) left out unless said otherwise: their streams are near-constant and huge.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.models import LoadedModel
 from microtome.kernels.vocabulary_statistics import vocabulary_kl, vocabulary_statistics
 from microtome.lenses.corpus_pass import Chunk, corpus_pass
+from microtome.lenses.documents import document_numbers
 from microtome.lenses.lens import Lens, depths_of
 from microtome.lenses.unembedding import unembedding_of
 
@@ -180,7 +181,7 @@ def lens_statistics(
     texts: Any,
     lenses: Sequence[Lens] | Lens,
     *,
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     named: Mapping[str, int] | None = None,
     top: int = 5,
     previous: bool = False,
@@ -193,7 +194,7 @@ def lens_statistics(
     """Statistics of several lenses over the same texts, by the lens's name.
 
     Args:
-        documents: number of each text's document; each text its own if None.
+        documents: name or number of the document of each text; each its own if None.
         named: tokens to follow everywhere, by a name. Each costs a sweep for its ranks.
         top: top tokens kept.
         previous: also the KL to the depth before (twice the work), which one rule of early exit asks.
@@ -219,9 +220,7 @@ def lens_statistics(
     blocks = len(depths_of(model)) - 1
     reads = list(dict.fromkeys([*(site for lens in chosen for site in lens.reads), last]))
     planned = corpus_pass(model, texts, reads, max_tokens=max_tokens, **options)
-    of_text = np.arange(len(planned.texts)) if documents is None else np.asarray(documents)
-    if len(of_text) != len(planned.texts):
-        raise ValueError(f"{len(of_text)} documents for {len(planned.texts)} texts. Give one per text.")
+    of_text = document_numbers(documents, len(planned.texts))
     parts: dict[str, list[dict]] = {name: [] for name in names}
     with tqdm(total=planned.tokens, desc="lens statistics", unit="token", disable=not progress) as bar:
         for chunk in planned.chunks():

@@ -7,7 +7,7 @@ Beware: a model whose early stream lies in another basis looks ignorant here and
 ask that.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -24,7 +24,7 @@ def logit_lens(
     sites: Sequence[str | tuple | Site] | str | tuple | Site | None = None,
     *,
     norm: str = "own",
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     named: Mapping[str, int] | None = None,
     top: int = 5,
     **options: Any,

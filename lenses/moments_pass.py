@@ -170,7 +170,7 @@ def expand_sites(anatomy: Anatomy, sites: Sequence[SiteName] | SiteName) -> list
 def moments_of_activations(
     activations: Activations,
     *,
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     pairs: Pairs = "all",
     shards: Shards = SHARES,
     seed: int = 0,
@@ -183,7 +183,7 @@ def moments_of_activations(
     """The same of activations that were captured at all positions; of a `Store`, part after part.
 
     Args:
-        documents: of each text, by its number; each text its own if None.
+        documents: name or number of the document of each text, in the order of text numbers; each its own if None.
         special_tokens: what `rows["token"]` says at tokens such as BOS.
 
     Raises:
@@ -192,9 +192,10 @@ def moments_of_activations(
     rule, special = rule or TokenRule(), set(special_tokens)
     tensors = activations.tensors
     widths = {site: int(torch.Size(tensor.shape[1:]).numel()) for site, tensor in tensors.items()}
+    given = None if documents is None else list(documents)
+    known = None if given is None else document_numbers(given, len(given)).tolist()
     if isinstance(shards, Sequence) and not isinstance(shards, str):
-        known = list(range(len(shards))) if documents is None else list(documents)
-        shards = shards_of_texts(shards, known)
+        shards = shards_of_texts(shards, list(range(len(shards))) if known is None else known)
     facts = {"model": activations.provenance.get("model"), "activations": activations.provenance}
     moments = Moments(widths, pairs, shards, seed=seed, rule=rule, shuffled=shuffled, chunk=chunk, provenance=facts)
     estimate = moments.estimate()
@@ -206,9 +207,9 @@ def moments_of_activations(
             position = torch.from_numpy(part.rows["position"].to_numpy(dtype="int64", copy=True))
             if bool((position < 0).any()):
                 raise ValueError("These rows are means over positions (position -1). Capture with positions='all'.")
-            if documents is not None and len(text) and int(text.max()) >= len(documents):
-                raise ValueError(f"text {int(text.max())} has no document; {len(documents)} were given. Give all.")
-            owners = text.tolist() if documents is None else [int(documents[t]) for t in text.tolist()]
+            if known is not None and len(text) and int(text.max()) >= len(known):
+                raise ValueError(f"text {int(text.max())} has no document; {len(known)} were given. Give all.")
+            owners = text.tolist() if known is None else [known[t] for t in text.tolist()]
             tokens = torch.tensor([str(token) in special for token in part.rows["token"]], dtype=torch.bool)
             values = {site: part[site] for site in tensors}
             moments.update(values, documents=owners, position=position, is_special=tokens, text=text)

@@ -6,7 +6,7 @@ The closed form beside the tuned lens (its warm start too), and the shortcut of 
 to the last depth with intercept and penalty. One pass over texts, then one eigendecomposition per depth.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def ridge_to_last(
     model: LoadedModel | nn.Module,
     texts: Any,
     *,
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     depths: Sequence[int] | None = None,
     strengths: Sequence[int | float] | None = None,
     save: str | Path | None = None,
@@ -38,7 +38,8 @@ def ridge_to_last(
     """Maps r_l -> r_L by the name of r_l, the strength of each chosen on documents of their own.
 
     Args:
-        documents: of each text; 80, 10 and 10 percent of the documents fit, choose and are left alone.
+        documents: name or number of the document of each text, each its own if None; 80, 10 and 10 percent of the
+            documents fit, choose and are left alone.
         depths: numbers 0 .. L-1, all if None.
         save: a folder in which the moments are kept and gone on with.
 

@@ -125,7 +125,8 @@ def translated(
 ) -> Float[Tensor, "*any d_model"]:
     """x + x A + b: float32 inside (float64 for float64), returned in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide + wide @ weight.to(wide) + bias.to(wide)).to(x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return (wide + wide @ weight.to(wide) + bias.to(wide)).to(x.dtype)
 
 
 def zero_tuned_lens(model: LoadedModel | nn.Module) -> TunedLens:

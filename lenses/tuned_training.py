@@ -12,7 +12,7 @@ call goes on from the last checkpoint and ends bit for bit where an undisturbed 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from microtome.capture.sites import Site
 from microtome.data.replaced_file import replaced_file
 from microtome.kernels.vocabulary_statistics import vocabulary_kl
 from microtome.lenses.corpus_pass import Chunk, CorpusPass, corpus_pass
+from microtome.lenses.documents import document_numbers
 from microtome.lenses.lens import depths_of
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.tuned_lens import TunedLens, name_of, weights_of
@@ -99,7 +100,7 @@ def fit_tuned_lens(
     model: LoadedModel | nn.Module,
     texts: Any,
     *,
-    documents: Sequence[int] | None = None,
+    documents: Iterable[Any] | None = None,
     depths: Sequence[int] | None = None,
     start: Mapping[str | tuple | Site, LinearMap] | str = "zero",
     settings: TunedSettings | None = None,
@@ -110,8 +111,8 @@ def fit_tuned_lens(
     """Train translators r_l -> r_L for a model.
 
     Args:
-        texts: as for `capture`. documents: number of each text's document, each its own if None; held-out ones are
-            whole documents.
+        texts: as for `capture`. documents: name or number of the document of each text, each its own if None; held-out
+            ones are whole documents.
         depths: numbers 0 .. L-1 of the depths to train, all if None.
         start: "zero" (the logit lens, as in the paper), or maps r_l -> r_L by site or its name, such as ridge maps from
             moments.
@@ -132,9 +133,9 @@ def fit_tuned_lens(
 def _trained(
     model: LoadedModel | nn.Module,
     texts: Any,
-    documents: Sequence[int] | None,
+    documents: Iterable[Any] | None,
     depths: Sequence[int] | None,
-    start: Mapping[str, LinearMap] | str,
+    start: Mapping[str | tuple | Site, LinearMap] | str,
     settings: TunedSettings,
     checkpoint: str | Path | None,
     progress: bool,
@@ -212,9 +213,10 @@ class _Training:
 
     def learn(self, states: Float[Tensor, "depth token d_model"], final: Tensor, end: Unembedding) -> None:
         """One step on the tokens of one batch."""
-        kl = vocabulary_kl(_lensed(states, self.weight, self.bias, end), final, **_readout(end)).mean(1)
-        self._require_finite(kl)
-        gradients = torch.autograd.grad(kl.sum(), [self.weight, self.bias])
+        with torch.autocast(states.device.type, enabled=False):
+            kl = vocabulary_kl(_lensed(states, self.weight, self.bias, end), final, **_readout(end)).mean(1)
+            self._require_finite(kl)
+            gradients = torch.autograd.grad(kl.sum(), [self.weight, self.bias])
         norm = (gradients[0].square().sum((1, 2)) + gradients[1].square().sum(1)).sqrt()
         factor = (self.settings.clip / norm.clamp_min(1e-12)).clamp(max=1.0)
         self.weight.grad, self.bias.grad = gradients[0] * factor[:, None, None], gradients[1] * factor[:, None]
@@ -311,7 +313,8 @@ def _evaluate(weight: Tensor, bias: Tensor, held: tuple[Tensor, Tensor], end: Un
     states, final = held
     total = torch.zeros(len(states), dtype=torch.float64)
     for rows in torch.arange(states.shape[1]).split(64):
-        kl = vocabulary_kl(_lensed(states[:, rows], weight, bias, end), end.normed(final[rows]), **_readout(end))
+        with torch.autocast(states.device.type, enabled=False):
+            kl = vocabulary_kl(_lensed(states[:, rows], weight, bias, end), end.normed(final[rows]), **_readout(end))
         total += kl.double().sum(1).cpu()
     return (total / states.shape[1]).float()
 
@@ -324,11 +327,9 @@ def _chosen_depths(model: LoadedModel | nn.Module, depths: Sequence[int] | None)
     return [known[n] for n in numbers]
 
 
-def _split(count: int, documents: Sequence[int] | None, settings: TunedSettings) -> tuple[list[int], list[int]]:
+def _split(count: int, documents: Iterable[Any] | None, settings: TunedSettings) -> tuple[list[int], list[int]]:
     """Numbers of the texts for training, and of those held out: whole documents."""
-    of_text = list(range(count)) if documents is None else list(documents)
-    if len(of_text) != count:
-        raise ValueError(f"{len(of_text)} documents for {count} texts. Give one per text.")
+    of_text = document_numbers(documents, count).tolist()
     names = sorted(set(of_text))
     if len(names) < 2:
         raise ValueError("the texts are of one document, so none is left to hold out. Give texts of several documents.")

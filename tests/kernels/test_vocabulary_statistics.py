@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from microtome.kernels import vocabulary_tiles
 from microtome.kernels.vocabulary_statistics import (
     GRADIENT_TOLERANCE,
     TOLERANCE,
@@ -380,3 +381,79 @@ def test_inputs_are_left_alone() -> None:
     vocabulary_kl(inputs["hidden"].requires_grad_(), inputs["final"], inputs["weight"]).sum().backward()
     for name, value in before.items():
         assert torch.equal(inputs[name], value), name
+
+
+def everything(inputs: dict) -> list[torch.Tensor]:
+    """Numbers and gradients of all four functions, float32."""
+    hidden, targets = inputs["hidden"].clone().requires_grad_(), inputs["targets"].clamp(min=0)
+    end = {name: value for name, value in inputs.items() if name not in ("hidden", "final", "targets")}
+    weight = end["weight"].detach().clone().mul_(1.1).requires_grad_()
+    statistics = vocabulary_statistics(**inputs)
+    losses = [vocabulary_kl(hidden, inputs["final"], **end), vocabulary_cross_entropy(hidden, targets, **end)]
+    losses += [vocabulary_kl_learned(inputs["final"], weight, None, inputs["final"], **end)]
+    gradients = torch.autograd.grad(sum(loss.sum() for loss in losses), [hidden, weight])
+    found = [statistics.kl, statistics.entropy, statistics.target_log_prob, *losses, *gradients]
+    return [value.detach() for value in found]
+
+
+@pytest.mark.parametrize("has_onednn", [True, False])
+@pytest.mark.parametrize("around", ["autocast", "low precision allowed", "two threads", "inference"])
+def test_what_is_switched_on_around_the_call_changes_no_number(
+    around: str, has_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = case("all")
+    expected = everything(inputs)
+    if not has_onednn:
+        monkeypatch.setattr(vocabulary_tiles, "uses_onednn", lambda _: False)
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        if around == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                found = everything(inputs)
+        elif around == "inference":
+            with torch.inference_mode():
+                found = [getattr(vocabulary_statistics(**inputs), n) for n in ("kl", "entropy", "target_log_prob")]
+        else:
+            torch.set_num_threads(2 if around == "two threads" else threads)
+            torch.set_float32_matmul_precision("medium" if around != "two threads" else precision)
+            found = everything(inputs)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+    for value, wanted in zip(found, expected, strict=False):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, wanted, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+def test_products_of_onednn_and_of_torch_agree_and_weights_may_lie_anyhow(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = case("bias")
+    expected = everything(inputs)
+    across = inputs | {"weight": inputs["weight"].T.contiguous().T.requires_grad_()}
+    strided = torch.randn(VOCAB, 2 * WIDTH)
+    strided[:, ::2] = inputs["weight"]
+    for other in (across, inputs | {"weight": strided[:, ::2]}):
+        for value, wanted in zip(everything(other), expected, strict=True):
+            torch.testing.assert_close(value, wanted, atol=2e-5, rtol=2e-5, equal_nan=True)
+    monkeypatch.setattr(vocabulary_tiles, "uses_onednn", lambda _: False)
+    for value, wanted in zip(everything(inputs), expected, strict=True):
+        torch.testing.assert_close(value, wanted, atol=2e-5, rtol=2e-5, equal_nan=True)
+
+
+def test_a_weight_changed_in_place_is_read_anew() -> None:
+    inputs = case()
+    before = vocabulary_statistics(**inputs)
+    inputs["weight"][3] += 5.0
+    assert_same(vocabulary_statistics(**inputs), vocabulary_statistics_reference(**widened(inputs)), 2e-5)
+    assert not torch.equal(before.entropy, vocabulary_statistics(**inputs).entropy)
+
+
+def test_one_input_of_float64_makes_all_sums_float64() -> None:
+    inputs = case()
+    exact = vocabulary_statistics_reference(**widened(inputs))
+    for name in ("hidden", "weight", "final"):
+        mixed = inputs | {name: inputs[name].double()}
+        found = vocabulary_statistics(**mixed)
+        assert found.kl.dtype == torch.float64
+        torch.testing.assert_close(found.kl, exact["kl"], atol=1e-11, rtol=1e-11)
+        kl = vocabulary_kl(mixed["hidden"], mixed["final"], mixed["weight"])
+        torch.testing.assert_close(kl, exact["kl"], atol=1e-11, rtol=1e-11)

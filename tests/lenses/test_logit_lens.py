@@ -160,7 +160,7 @@ def test_what_cannot_be_read_is_refused(tiny):
         logit_lens(model, TEXTS, top=1)
     with pytest.raises(ValueError, match="not among the 120"):
         logit_lens(model, TEXTS, named={"x": 120})
-    with pytest.raises(ValueError, match="one per text"):
+    with pytest.raises(ValueError, match="Give the document of every text"):
         logit_lens(model, TEXTS, documents=[0])
     with pytest.raises(ValueError, match="no unembedding"):
         logit_lens_of(tiny("bert"))

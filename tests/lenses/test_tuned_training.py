@@ -148,6 +148,20 @@ def test_training_stops_when_no_depth_gets_better(tiny, texts):
     assert not lens.weight.any()
 
 
+def test_an_autocast_around_the_call_reaches_no_translator(tiny, texts):
+    model = tiny("llama")
+    batch = torch.randn(3, 9, 32), torch.randn(9, 32)
+    found = []
+    for is_on in (False, True):
+        run = tuned_training._Training(QUICK, tuple(SITES), torch.zeros(3, 32, 32), torch.zeros(3, 32), "")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            run.learn(*batch, unembedding_of(model))
+            run.learn(*batch, unembedding_of(model))
+            kl = tuned_training._evaluate(run.weight, run.bias, batch, unembedding_of(model))
+        found.append((run.weight.detach(), kl))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_switched_off_around_the_call_do_not_matter(mode, tiny, texts):
     model = tiny("llama")
@@ -200,7 +214,7 @@ def test_what_cannot_be_trained_is_refused(tiny, texts, tmp_path):
         fit_tuned_lens(model, texts, depths=[3])
     with pytest.raises(ValueError, match="one document"):
         fit_tuned_lens(model, texts, documents=[0] * 30)
-    with pytest.raises(ValueError, match="one per text"):
+    with pytest.raises(ValueError, match="Give the document of every text"):
         fit_tuned_lens(model, texts, documents=[0])
     with pytest.raises(ValueError, match="'zero', or maps"):
         fit_tuned_lens(model, texts, start="best")
