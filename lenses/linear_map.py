@@ -75,8 +75,10 @@ class LinearMap:
         """x W + c in x's dtype and on its device.
 
         Raises:
-            ValueError: x is of another width.
+            ValueError: x is of another width, or of whole numbers.
         """
+        if not x.is_floating_point():
+            raise ValueError(f"x is {x.dtype}, in which a weight would be cut to whole numbers. Give floating point.")
         if x.shape[-1] != self.d_in:
             raise ValueError(f"x has {x.shape[-1]} channels; the map {self.kind} reads {self.d_in} ({self.source}).")
         return x @ self.weight.to(x) + self.intercept.to(x)
@@ -134,9 +136,13 @@ class LinearMap:
             ValueError: the files do not belong together, or are of another format.
         """
         path = Path(path)
-        facts = json.loads(_file(path, "json").read_text(encoding="utf-8"))
-        if facts.get("format") != _FORMAT:
-            raise ValueError(f"{path}.json has format {facts.get('format')!r}; this version reads {_FORMAT}.")
+        try:
+            facts = json.loads(_file(path, "json").read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}.json is damaged: {error}. Write it again.") from error
+        found = facts.get("format") if isinstance(facts, dict) else None
+        if found != _FORMAT:
+            raise ValueError(f"{path}.json has format {found!r}; this version reads {_FORMAT}.")
         if file_fingerprint(_file(path, "safetensors")) != facts["digest"]:
             raise ValueError(f"{path}.safetensors is damaged, or of another save than {path}.json. Write it again.")
         tensors = load_file(_file(path, "safetensors"))

@@ -97,8 +97,8 @@ class LogitParts:
         stream, logits = double(tape[self.last]), double(tape["logits"])
         if bool((wrong := ~torch.isfinite(stream).all(-1) | logits.isnan().any(-1)).any()):
             raise ValueError(
-                f"The stream of text {int(places.texts[int(wrong.nonzero()[0, 0])])} or its logits are NaN or infinite."
-                " Look at that text; a model in float16 overflows at 65504, load it in float32."
+                f"The stream of text {int(places.texts[int(wrong.nonzero()[0, 0])])} or its logits are NaN or "
+                "infinite. Look at that text; a model in float16 overflows at 65504, load it in float32."
             )
         top_logit, top = logits.max(-1)
         chosen = top if target is None else torch.tensor(target)

@@ -13,6 +13,7 @@ Beware: a difference of sites that are nearly equal (`PairMoments.increment`) lo
 float64 values where increments are below a thousandth of the stream.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from microtome.lenses.moment_cells import MomentCell
 from microtome.lenses.moments_estimate import MomentsEstimate, estimate_moments, products_bytes
 from microtome.lenses.pair_moments import NoRows, PairMoments
 from microtome.lenses.site_pairs import Pairs, SiteKey, SitePairs, site_name
-from microtome.lenses.strata import REASONS, STRATA, Stratum, TokenRule, ordinary_median
+from microtome.lenses.strata import REASONS, STRATA, Stratum, TokenRule, excess, ordinary_median
 
 CHUNK = 2048
 LARGEST = 1e15  # squares of larger float32 numbers, summed, would pass the largest float32
@@ -42,7 +43,8 @@ class Moments:
         rule: which tokens are sinks.
         provenance: JSON-able, where the values came from; `merge` wants that of the model alike.
         documents: those counted in.
-        medians: by residual site, what the rule measures massive activations by; from the first rows.
+        medians: by residual site, what the rule measures massive activations by; from the first rows if not given.
+        margins: the largest token that is no massive one, and the smallest that is, in units of the threshold.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Moments:
         shuffled: bool = False,
         chunk: int = CHUNK,
         provenance: Mapping[str, Any] | None = None,
+        medians: Mapping[str, float | int] | None = None,
     ):
         """Moments of no rows; memory is taken when rows come.
 
@@ -69,6 +72,7 @@ class Moments:
             shuffled: hold the shuffled pairing too, at twice the memory and time.
             chunk: rows per product, 4096 at most.
             provenance: kept, and saved.
+            medians: of another `Moments` of this model, so that both judge tokens alike; from the first rows if None.
 
         Raises:
             ValueError: no sites or one twice, shares that do not sum to 1, a chunk out of range.
@@ -83,7 +87,8 @@ class Moments:
         self.chunk = chunk
         self.provenance = dict(provenance or {})
         self.documents: set[int] = set()
-        self.medians: dict[str, float] = {}
+        self.medians: dict[str, float] = {name: float(value) for name, value in (medians or {}).items()}
+        self.margins = (0.0, float("inf"))
         self.dtype: torch.dtype | None = None
         self.cells: dict[tuple[str, str], MomentCell] = {}
         self.reason_counts = torch.zeros(len(self.shards), len(REASONS), dtype=torch.int64)
@@ -143,7 +148,7 @@ class Moments:
         shard = torch.from_numpy(self.split.numbers(documents))
         position = position.cpu()
         special = torch.zeros(n, dtype=torch.bool) if is_special is None else is_special.cpu()
-        reasons = self._reasons(named, position, special)
+        reasons = self._reasons(named, position, special, text)
         if self.dtype is None:
             is_double = any(row.dtype == torch.float64 for row in rows)
             self.dtype = torch.float64 if is_double else torch.float32
@@ -175,6 +180,10 @@ class Moments:
 
         Raises:
             ValueError: other settings or another model (names the difference), or documents that both have.
+
+        Warns:
+            UserWarning: medians of their own have judged tokens of `other` to be massive, or not, that those here would
+                judge otherwise. `Moments(medians=first.medians)` makes both alike.
         """
         mine, theirs = (each.settings() | {"dtype": each.dtype or self.dtype or other.dtype} for each in (self, other))
         if differing := [name for name in mine if mine[name] != theirs[name]]:
@@ -185,11 +194,14 @@ class Moments:
                 f"{len(both)} documents are in both, such as {both[0]}: their tokens would count twice. Divide the "
                 "documents among processes, and number them alike in all."
             )
+        self._warn_of_medians(other)
         self.dtype = self.dtype or other.dtype
         for (shard, stratum), cell in other.cells.items():
             self._cell(shard, stratum).join(cell)
         self.documents |= other.documents
         self.medians = self.medians or dict(other.medians)
+        (low, high), (low_there, high_there) = self.margins, other.margins
+        self.margins = (max(low, low_there), min(high, high_there))
         self.reason_counts += other.reason_counts
 
     def pair(
@@ -272,6 +284,29 @@ class Moments:
             "model": self.provenance.get("model"),
         }
 
+    def _warn_of_medians(self, other: "Moments") -> None:
+        """The rows of `other` lie where its own thresholds put them; ours mostly put them there as well."""
+        if not self.medians or not other.medians or not other.count(None, "all"):
+            return
+        ratios = [
+            self.rule.threshold(self.medians[name]) / self.rule.threshold(other.medians[name])
+            for name in other.medians
+            if name in self.medians
+        ]
+        largest_rest, smallest_massive = other.margins
+        between = []
+        if ratios and largest_rest > min(ratios):
+            between.append(f"up to {largest_rest:.3g} in the rest")
+        if ratios and smallest_massive <= max(ratios):
+            between.append(f"from {smallest_massive:.3g} among sinks")
+        if between:
+            warnings.warn(
+                f"Thresholds of massive tokens are {min(ratios):.3g} to {max(ratios):.3g} times those there, and "
+                f"tokens there lie between ({', '.join(between)} times their threshold): some are in another stratum "
+                "than one pass would put them. To have both alike, run one with medians= those of the other.",
+                stacklevel=3,
+            )
+
     def _cell(self, shard: str, stratum: str) -> MomentCell:
         key = (shard, stratum)
         if key not in self.cells:
@@ -299,26 +334,42 @@ class Moments:
             value = named[name]
             if tuple(value.shape) != (len(position), width):
                 raise ValueError(f"{name} has shape {list(value.shape)}; expected [{len(position)}, {width}].")
-            if value.numel() and not (float(value.amin()) > -LARGEST and float(value.amax()) < LARGEST):  # nor is NaN
-                row = int((~(value.abs() < LARGEST)).any(1).nonzero()[0, 0])
-                where = "" if text is None else f"text {int(text[row])}, "
-                raise ValueError(
-                    f"{name} is NaN, infinite or past {LARGEST:g} at {where}position {int(position[row])}. Look at "
-                    "that text, or leave it out; a model in float16 overflows at 65504, load it in float32."
-                )
+            self._require_finite(name, value, position, text)
             rows.append(value.to(_home(value if not rows else rows[0])))
         return rows
 
-    def _reasons(self, named: Mapping[str, Tensor], position: Tensor, special: Tensor) -> Tensor:
+    def _require_finite(self, name: str, value: Tensor, position: Tensor, text: Tensor | None) -> None:
+        if not value.numel() or (float(value.amin()) > -LARGEST and float(value.amax()) < LARGEST):  # nor is it NaN
+            return
+        row = int((~(value.abs() < LARGEST)).any(1).nonzero()[0, 0])
+        where = "" if text is None else f"text {int(text[row])}, "
+        raise ValueError(
+            f"{name} is NaN, infinite or past {LARGEST:g} at {where}position {int(position[row])}. Look at that text, "
+            "or leave it out; a model in float16 overflows at 65504, load it in float32."
+        )
+
+    def _reasons(self, named: Mapping[str, Tensor], position: Tensor, special: Tensor, text: Tensor | None) -> Tensor:
         wanted = self.rule.sites(self.sites)
         if missing := [name for name in wanted if name not in named]:
             raise KeyError(f"{missing[0]} is looked at for massive tokens and missing from the values. Give it too.")
         looked_at = {name: named[name] for name in wanted}
+        for name, value in looked_at.items():
+            if name not in self.sites:
+                self._require_finite(name, value, position, text)
         ordinary = (position != 0) & ~special
         for name, value in looked_at.items():
             if name not in self.medians:
                 self.medians[name] = ordinary_median(value[:CHUNK], ordinary[:CHUNK])
-        return self.rule.reasons(position, special, looked_at, self.medians)
+        reasons = self.rule.reasons(position, special, looked_at, self.medians)
+        if looked_at and len(position):
+            sizes = excess(looked_at, self.medians, self.rule)
+            low, high = self.margins
+            if len(rest := sizes[reasons == 0]):
+                low = max(low, float(rest.max()))
+            if len(massive := sizes[reasons == REASONS.index("massive")]):
+                high = min(high, float(massive.min()))
+            self.margins = (low, high)
+        return reasons
 
 
 def _home(value: Tensor) -> torch.device:

@@ -55,6 +55,7 @@ def save_moments(moments: Moments, folder: str | Path, progress: dict[str, Any] 
         "dtype": None if moments.dtype is None else str(moments.dtype)[6:],
         "documents": sorted(moments.documents),
         "medians": moments.medians,
+        "margins": list(moments.margins),
         "reason_counts": moments.reason_counts.tolist(),
         "cells": [_cell_facts(shard, stratum, cell) for (shard, stratum), cell in moments.cells.items()],
         "progress": progress,
@@ -105,6 +106,7 @@ def load_moments(folder: str | Path, *, device: torch.device | str = "cpu", veri
     moments.dtype = None if facts["dtype"] is None else getattr(torch, facts["dtype"])
     moments.documents = set(facts["documents"])
     moments.medians = facts["medians"]
+    moments.margins = tuple(facts.get("margins", (0.0, float("inf"))))
     moments.reason_counts = torch.tensor(facts["reason_counts"], dtype=torch.int64)
     for cell in facts["cells"]:
         moments.cells[cell["shard"], cell["stratum"]] = _read_cell(file, moments, cell, torch.device(device))

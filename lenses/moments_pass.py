@@ -60,6 +60,7 @@ def moments_of(
     seed: int = 0,
     rule: TokenRule | None = None,
     shuffled: bool = False,
+    medians: Mapping[str, float] | None = None,
     chunk: int = CHUNK,
     save: str | Path | None = None,
     checkpoint_minutes: int | float = 10,
@@ -77,7 +78,7 @@ def moments_of(
         sites: in order of depth; "resid" stands for resid_pre.0 and every resid_post (r_0 to r_L). Whole heads
             ("z.3") are laid side by side.
         documents: name or number of the document of each text; each its own if None.
-        pairs, seed, shuffled, chunk: as in `Moments`.
+        pairs, seed, shuffled, medians, chunk: as in `Moments`.
         shards: as in `Moments`, or the shard's name of each text.
         rule: which tokens are sinks. Massive ones are looked for at every residual site if it names none.
         save: a folder; the state is there at the end, and every `checkpoint_minutes` on the way.
@@ -117,6 +118,7 @@ def moments_of(
         rule=rule,
         shuffled=shuffled,
         chunk=chunk,
+        medians=medians,
         provenance={
             "model": running,
             "loaded": job.provenance["model"],
@@ -131,6 +133,7 @@ def moments_of(
         "texts": job.provenance["texts"]["token_ids_sha256"],
         "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
         "max_tokens": max_tokens,
+        "medians": dict(medians) if medians else None,
     }
     start = 0
     with ExitStack() as lock:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from microtome.capture.sites import Site
@@ -57,6 +57,10 @@ class TokenRule:
     def described(self) -> dict[str, object]:
         """JSON-able."""
         return asdict(self) | {"looked_at": None if self.looked_at is None else list(self.looked_at)}
+
+    def threshold(self, median: int | float) -> float:
+        """max|r| above which a token is massive at a site of this median."""
+        return max(self.above, self.times * median, 1e-300)
 
     def sites(self, names: Sequence[str]) -> tuple[str, ...]:
         """Where massive activations are looked for: the sites named by the rule, or the residuals of these."""
@@ -101,6 +105,19 @@ def massive_tokens(
         return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     largest = torch.maximum(rows.amax(1), -rows.amin(1))
     return (largest > above) & (largest > times * median)
+
+
+def excess(
+    residuals: Mapping[str, Tensor],
+    medians: Mapping[str, float | int],
+    rule: TokenRule,
+) -> Float64[Tensor, " token"]:
+    """max|r| over the threshold, the largest of all sites: above 1 is massive."""
+    found = []
+    for name, rows in residuals.items():
+        largest = torch.maximum(rows.amax(1), -rows.amin(1)).double().cpu()
+        found.append(largest / rule.threshold(medians[name]))
+    return torch.stack(found).amax(0)
 
 
 def ordinary_median(rows: Float[Tensor, "token d_model"], is_ordinary: Bool[Tensor, " token"]) -> float:

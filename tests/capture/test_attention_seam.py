@@ -401,7 +401,7 @@ def test_threads_that_observe_one_model_do_not_end_each_other(tiny):
 
 
 def test_taps_keep_the_seam_that_an_observer_had_put_there(tiny):
-    model, inputs = tiny("llama"), batch()
+    model = tiny("llama")
     with seam_observed(model, lambda call, z: None):
         switch_on(model)
     assert seam_configs(model)

@@ -258,7 +258,7 @@ def test_nan_names_its_text(models):
     anatomy = dissect(model)
     with torch.no_grad():
         model.model.embed_tokens.weight[90] = float("nan")
-    with pytest.raises(ValueError, match="The stream of text 1 or its logits are NaN"):
+    with pytest.raises(ValueError, match="The stream of text 1 or its logits are NaN or infinite"):
         logit_attribution(model, TEXTS, target=17, anatomy=anatomy)
 
 

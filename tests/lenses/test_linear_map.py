@@ -52,6 +52,16 @@ def test_files_that_do_not_belong_together_are_refused(found, tmp_path):
         LinearMap.load(tmp_path / "none")
 
 
+def test_damaged_files_and_whole_numbers_are_refused(found, tmp_path):
+    found.save(tmp_path / "map")
+    for text, message in (("{", "map.json is damaged"), ("[]", "has format None"), ("{}", "has format None")):
+        (tmp_path / "map.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            LinearMap.load(tmp_path / "map")
+    with pytest.raises(ValueError, match=r"x is torch.int64, in which a weight would be cut"):
+        type(found).__call__.__wrapped__(found, torch.ones(2, found.d_in, dtype=torch.int64))
+
+
 def test_bad_input_says_what_to_do(found):
     with pytest.raises(ValueError, match="x has 3 channels; the map ridge reads 4"):
         found(torch.zeros(2, 3))

@@ -10,6 +10,7 @@ from microtome.lenses.cross_products import exact_products
 from microtome.lenses.document_shards import DocumentShards
 from microtome.lenses.moment_cells import other_documents
 from microtome.lenses.moments import Moments
+from microtome.lenses.moments_files import load_moments, save_moments
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.strata import TokenRule
 
@@ -372,3 +373,43 @@ def test_errors_of_merging():
 def test_a_split_made_once_can_be_given():
     split = DocumentShards.of({"a": 0.5, "b": 0.5}, seed=4)
     assert Moments(WIDTHS, shards=split).shards == ("a", "b")
+
+
+def sinks_at(size: float, ordinary: float, documents: range, medians: dict | None = None) -> Moments:
+    """One site; ordinary entries of +-`ordinary`, and in each document one token with an entry of `size`."""
+    n = 10 * len(documents)
+    rows = ordinary * torch.randn(n, 64, generator=torch.Generator().manual_seed(len(documents))).sign()
+    rows[3::10, 5] = size
+    moments = Moments({"resid_post.0": 64}, shards={"all": 1}, medians=medians)
+    owners = torch.tensor(documents).repeat_interleave(10)
+    moments.update({"resid_post.0": rows}, documents=owners, position=torch.arange(n) % 10)
+    return moments
+
+
+def test_medians_of_two_processes_that_part_tokens_otherwise_are_told(tmp_path):
+    one, two = sinks_at(1500.0, 1.0, range(4)), sinks_at(1500.0, 2.0, range(4, 8))
+    assert (one.count("all", "sinks"), two.count("all", "sinks")) == (8, 4)  # 4 first tokens each; 1500 > 1000, < 2000
+    assert one.margins == (pytest.approx(0.001), pytest.approx(1.5))
+    assert two.margins[0] == pytest.approx(0.75)
+    save_moments(two, tmp_path)
+    assert load_moments(tmp_path).margins == two.margins
+    with pytest.warns(UserWarning, match=r"are 0.5 to 0.5 times those there.*between .up to 0.75 in the rest times"):
+        one.merge(two)
+    assert one.margins == (pytest.approx(0.75), pytest.approx(1.5))
+    one = sinks_at(1500.0, 1.0, range(4))
+    with pytest.warns(UserWarning, match=r"2 to 2 times .*between .from 1.5 among sinks times"):
+        two.merge(one)
+    alike = sinks_at(1500.0, 2.0, range(4, 8), one.medians)
+    one.merge(alike)
+    assert one.count("all", "sinks") == 16
+    far = sinks_at(9000.0, 2.0, range(8, 12))
+    one.merge(far)  # other medians, the same tokens: nothing to tell
+
+
+def test_nan_at_a_site_that_is_only_looked_at():
+    moments = Moments({"attn_out.0": 2}, rule=TokenRule(looked_at=("resid_post.0",)))
+    rows = torch.ones(4, 2)
+    stream = rows.clone()
+    stream[2, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"resid_post.0 is NaN, infinite or past .* position 2"):
+        moments.update({"attn_out.0": rows, "resid_post.0": stream}, documents=[0, 0, 0, 0], position=torch.arange(4))
