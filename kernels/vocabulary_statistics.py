@@ -7,9 +7,9 @@ For lens states h_d (several depths d) and the final state h, both after the fin
     kl[d] = KL(p || q_d),   kl_reverse[d] = KL(q_d || p),   entropy[d] = H(q_d),   cross_entropy[d] = -log q_d(target),
 
 ranks, top tokens and agreement of the largest. All in nats. Logits and sums are float32, also where states or weight
-are of half precision or an autocast is on, and float64 where one of them is; normalisers are gathered over blocks of the
-vocabulary (Milakov & Gimelshein 2018, arXiv:1805.02867). Ties: the lower token id comes first, in `top_ids`, `target_rank` and
-`agrees` alike. A state with NaN gives NaN, ids and ranks of -1, and agrees with nothing.
+are of half precision or an autocast is on, and float64 where one of them is; normalisers are gathered over blocks of
+the vocabulary (Milakov & Gimelshein 2018, arXiv:1805.02867). Ties: the lower token id comes first, in `top_ids`,
+`target_rank` and `agrees` alike. A state with NaN gives NaN, ids and ranks of -1, and agrees with nothing.
 
 This file is the contract and the one place of dispatch: `vocabulary_statistics_reference.py` is the definition, dense;
 `vocabulary_statistics_blocked.py` and `vocabulary_kl_blocked.py` are the form for the CPU, which any device can run.
