@@ -1,11 +1,10 @@
 """`microtome lens`: what the depths of a model say in words, as a run folder with tables, figures and a report.
 
     <out>/<name>/          config.yaml, provenance, tables, figures, report.html, values/lens.json, tuned/ (if trained)
-    <out>/.<name>.fits/    moments, training and statistics so far; deleted at the end
-    <out>/.<name>.lock     held by the one process that makes the run; deleted at the end
+    <out>/.<name>.fits/    moments, training and statistics so far
 
-Stopped or killed at any moment, the same command goes on; the run folder appears whole. Where a lens is fitted, three
-of five documents are for that and the curves are of the others.
+How a run is stopped, resumed and finished: `run_folder.py`. Where a lens is fitted, three of five documents are for
+that and the curves are of the others.
 """
 
 import json
@@ -13,25 +12,23 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from filelock import FileLock, Timeout
 
+from microtome.app.drawn_texts import drawn_texts
 from microtome.app.lens_config import LensConfig
-from microtome.app.machine import can_write
+from microtome.app.run_folder import RunFolder
 from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.models import LoadedModel, load_model
-from microtome.data.catalogue import DATA_SETS, load_data
+from microtome.data.catalogue import DATA_SETS
 from microtome.data.replaced_file import replaced_file
 from microtome.data.runs import Run
 from microtome.data.spoken import spoken_seconds
-from microtome.data.table import read_table, table_sha256
 from microtome.figures.lens_curves import lens_curves
 from microtome.figures.lens_table import lens_table as lens_table_figure
 from microtome.figures.report import Section, html_report
@@ -45,7 +42,6 @@ from microtome.lenses.tuned_files import FACTS
 from microtome.lenses.tuned_lens import TunedLens
 from microtome.lenses.tuned_training import TunedSettings, fit_tuned_lens
 
-MARKER = "lens"
 TEXTS_OF_A_PART = 16
 FITTED_SHARE = 0.6
 SHOWN_TOKENS = 14
@@ -65,29 +61,24 @@ def run_lens(config: LensConfig, *, progress: bool = True, say: Any = print) -> 
     Raises FileExistsError for another run of that name, BlockingIOError for one that another process makes, ValueError
     and KeyError for a model, data set or lens that cannot be used.
     """
-    path = config.out.expanduser().resolve() / (config.name or _default_name(config))
+    folder = RunFolder.at(config.out, config.name or _default_name(config), "lens")
     table, facts = _drawn(config)
     settings = _compared(config, facts)
-    if _is_finished(path):
-        found = _finished(path, settings, load_model(config.model))
-        say(f"{path.name} is finished already.")
+    if not folder.is_finished:
+        folder.require_free()
+    model = load_model(config.model)
+    if folder.is_finished:
+        found = _finished(folder, settings, model)
+        say(f"{folder.path.name} is finished already.")
         return found
-    if path.exists():
-        raise FileExistsError(f"{path} is there and no finished lens run. Give this run another name (--name).")
-    Run.require_free(path.parent, path.name)
-    if not can_write(path.parent):
-        raise PermissionError(f"{path.parent} cannot be written to. Give another folder of runs (--out).")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path):
-        model = load_model(config.model)
-        if _is_finished(path):  # by a process that was at it a moment ago
-            return _finished(path, settings, model)
-        kept = path.with_name(f".{path.name}.fits")
-        _require_same_fits(kept, settings | {"weights": model.provenance.weight_sha256}, path)
+    with folder.alone():
+        if folder.is_finished:  # by a process that was at it a moment ago
+            return _finished(folder, settings, model)
+        _require_same_fits(folder.kept, settings | {"weights": model.provenance.weight_sha256})
         try:
-            return _made(config, model, table, facts, path, kept, settings, progress)
+            return _made(config, model, table, facts, folder, settings, progress)
         finally:
-            _remove_unused(kept)
+            _remove_unused(folder.kept)
 
 
 def _made(
@@ -95,12 +86,11 @@ def _made(
     model: LoadedModel,
     table: pd.DataFrame | None,
     facts: dict,
-    path: Path,
-    kept: Path,
+    folder: RunFolder,
     settings: dict,
     progress: bool,
 ) -> LensRun:
-    started = time.perf_counter()
+    started, kept = time.perf_counter(), folder.kept
     fitting, reading = _shares(config, table)
     lenses, tuned = _lenses(config, model, fitting, kept, progress)
     tables: dict[str, pd.DataFrame] = {}
@@ -116,7 +106,7 @@ def _made(
         tables["early_exit"] = early_exits(statistics, seed=config.seed).table
     if tuned is not None and config.fit_tuned:
         tables["training"] = tuned.history
-    run = Run.create(kept, path.name, _repeatable(config), seed=config.seed, overwrite=True)
+    run = Run.create(kept, folder.path.name, _repeatable(config), seed=config.seed, overwrite=True)
     seconds = time.perf_counter() - started
     run.record(model=model.provenance.to_dict(), data=facts, seconds=round(seconds, 3))
     for name, table in tables.items():
@@ -133,31 +123,24 @@ def _made(
             lead=f"What the stream says at every depth when the model's own end reads it; this took "
             f"{spoken_seconds(seconds)}. KL and entropy in nats.",
             provenance=run.provenance,
-            command=f"microtome lens --config {shlex.quote(str(path / 'config.yaml'))}",
+            command=f"microtome lens --config {shlex.quote(str(folder.path / 'config.yaml'))}",
         )
     )
-    run.write_json(MARKER, {"settings": settings, "weights": model.provenance.weight_sha256})
-    os.replace(run.path, path)
-    shutil.rmtree(kept, ignore_errors=True)
-    return LensRun(path, tables)
+    folder.finish(run, settings, weights=model.provenance.weight_sha256)
+    return LensRun(folder.path, tables)
 
 
 def _drawn(config: LensConfig) -> tuple[pd.DataFrame | None, dict]:
     """The texts drawn, columns text and group, and what they are; None without data."""
     if config.data is None:
         return None, {}
-    if config.data in DATA_SETS:
-        known = DATA_SETS[config.data]
-        drawn = load_data(config.data, texts=min(config.texts, known.rows), seed=config.seed)
-        return drawn.table.rename(columns={known.group: "group"})[["text", "group"]], drawn.facts
-    place = Path(config.data).expanduser()
-    table = read_table(place, text=config.text_column, label=None, group=config.group_column)
-    if len(table) > config.texts:
-        table = table.sample(config.texts, random_state=config.seed).sort_index().reset_index(drop=True)
-    if "group" not in table:
-        table = table.assign(group=range(len(table)))
-    kept = table[["text", "group"]]
-    return kept, {"name": place.name, "texts": len(kept), "table_sha256": table_sha256(kept)}
+    return drawn_texts(
+        config.data,
+        texts=config.texts,
+        text_column=config.text_column,
+        group_column=config.group_column,
+        seed=config.seed,
+    )
 
 
 def _shares(
@@ -340,30 +323,14 @@ def _repeatable(config: LensConfig) -> LensConfig:
     return config.model_copy(update=absolute)
 
 
-def _is_finished(path: Path) -> bool:
-    return (path / "values" / f"{MARKER}.json").is_file()
-
-
-def _finished(path: Path, settings: dict, model: LoadedModel) -> LensRun:
+def _finished(folder: RunFolder, settings: dict, model: LoadedModel) -> LensRun:
     """The run that is there. FileExistsError if it was made with other settings, texts or weights."""
-    run = Run.open(path)
-    held = run.json(MARKER)
-    _require_same(held["settings"], settings, path)
-    if held.get("weights") != model.provenance.weight_sha256:
-        raise FileExistsError(
-            f"{settings['model']} has changed since {path} was made with it: other weights. Give this run another name "
-            "(--name)."
-        )
-    return LensRun(path, {name: run.table(name) for name in run.tables})
+    folder.require_same(settings, model=settings["model"], weights=model.provenance.weight_sha256)
+    run = Run.open(folder.path)
+    return LensRun(folder.path, {name: run.table(name) for name in run.tables})
 
 
-def _require_same(held: dict, settings: dict, path: Path) -> None:
-    if changed := [key for key in settings if held.get(key) != settings[key]]:
-        said = "; ".join(f"{key} was {held.get(key)}, is {settings[key]}" for key in changed[:3])
-        raise FileExistsError(f"{path} was made with other settings ({said}). Give this run another name (--name).")
-
-
-def _require_same_fits(kept: Path, settings: dict, path: Path) -> None:
+def _require_same_fits(kept: Path, settings: dict) -> None:
     """Fits of an interrupted run are gone on with, those of other settings refused."""
     kept.mkdir(parents=True, exist_ok=True)
     file = kept / "settings.json"
@@ -383,21 +350,3 @@ def _remove_unused(kept: Path) -> None:
     """A folder of fits that holds nothing but its settings, as a mistake in them leaves it."""
     if not any(file.name != "settings.json" for file in kept.rglob("*") if file.is_file()):
         shutil.rmtree(kept, ignore_errors=True)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """The right to make a run, for one process at a time; a killed one loses it."""
-    file = path.with_name(f".{path.name}.lock")
-    lock = FileLock(file)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise BlockingIOError(
-            f"{path} is being made by another process. Wait for it, or give this run another name (--name)."
-        ) from error
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
-        lock.release()

@@ -1,29 +1,23 @@
 """`microtome probe FEATURES`: a sweep over activations or features that are on disk, as a run folder with a report.
 
     <out>/<name>/          config.yaml, provenance, tables, figures, sweep/, report.html, values/probe.json
-    <out>/.<name>.fits/    what is fitted so far, and the folder while it is written; deleted at the end
-    <out>/.<name>.lock     held by the one process that makes the run; deleted at the end
+    <out>/.<name>.fits/    what is fitted so far
 
-Stopped or killed at any moment, the same command goes on; the run folder appears whole. A run of the same settings and
-the same contents (by hash, wherever the files lie) is not made again.
+How a run is stopped, resumed and finished: `run_folder.py`. Two runs are of the same settings if the contents of their
+files are (by hash), wherever these lie.
 """
 
 import json
 import os
 import shlex
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from microtome.app.grid_cells import label_name, shortened
 from microtome.app.grid_labels import grid_label
-from microtome.app.machine import can_write
 from microtome.app.probe_config import ProbeConfig
+from microtome.app.run_folder import RunFolder
 from microtome.app.sweep_words import print_best, sweep_headline, sweep_sections
 from microtome.capture import Store
 from microtome.capture.activations import Activations
@@ -38,8 +32,6 @@ from microtome.figures.report import html_report
 from microtome.probes.groups import ROWS
 from microtome.probes.sweep import sweep
 from microtome.probes.sweep_result import BEST_COLUMNS, Sweep
-
-MARKER = "probe"
 
 
 def run_probe_of(config: ProbeConfig, *, as_json: bool = False) -> Sweep:
@@ -56,23 +48,24 @@ def run_probe_of(config: ProbeConfig, *, as_json: bool = False) -> Sweep:
             raise FileNotFoundError(f"there is no {place}; the working directory is {Path.cwd()}.")
     name = config.name or _default_name(config)
     settings = _compared(config, name)
-    path = config.out.expanduser().resolve() / name
-    if _is_finished(path):
-        result = _finished(Run.open(path), config, settings)
-        console.print(f"{path.name} is finished already.", markup=False, soft_wrap=True)
+    folder = RunFolder.at(config.out, name, "probe")
+    if folder.is_finished:
+        result = _finished(folder, config, settings)
+        console.print(f"{name} is finished already.", markup=False, soft_wrap=True)
     else:
-        _require_free(path)
-        if not can_write(path.parent):
-            raise PermissionError(f"{path.parent} cannot be written to. Give another folder of runs (--out).")
-        result = _probed(config, path, settings, console, progress=not as_json)
+        folder.require_free()
+        result = _probed(config, folder, settings, console, progress=not as_json)
     if as_json:
         columns = [column for column in BEST_COLUMNS if column in result.table]
         best = result.best(10)[columns]
-        print(json.dumps({"run": str(path), "best": json.loads(best.to_json(orient="records", double_precision=15))}))
+        print(
+            json.dumps(
+                {"run": str(folder.path), "best": json.loads(best.to_json(orient="records", double_precision=15))}
+            )
+        )
         return result
     print_best(console, result)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    console.print(f"Report: {shown / 'report.html'}", markup=False, soft_wrap=True)
+    console.print(f"Report: {folder.shown / 'report.html'}", markup=False, soft_wrap=True)
     return result
 
 
@@ -98,7 +91,7 @@ def features_of(config: ProbeConfig) -> tuple[Activations, dict[str, list[str]]]
     return Activations(rows, activations.tensors, activations.provenance), {}
 
 
-def _probed(config: ProbeConfig, path: Path, settings: dict, console: Any, *, progress: bool) -> Sweep:
+def _probed(config: ProbeConfig, folder: RunFolder, settings: dict, console: Any, *, progress: bool) -> Sweep:
     started = time.perf_counter()
     activations, names = features_of(config)
     if names:
@@ -113,11 +106,9 @@ def _probed(config: ProbeConfig, path: Path, settings: dict, console: Any, *, pr
     leaks = features_that_tell(activations.tensors, label.values, names) if config.features.is_file() else []
     if leaks:
         console.print(f"Beware: {said_leaks(leaks)} Leave it out (--columns).", markup=False, soft_wrap=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = path.with_name(f".{path.name}.fits")
-    with _alone(path):
-        if _is_finished(path):  # by a process that was at it a moment ago
-            return _finished(Run.open(path), config, settings)
+    with folder.alone():
+        if folder.is_finished:  # by a process that was at it a moment ago
+            return _finished(folder, config, settings)
         result = sweep(
             activations,
             label.values,
@@ -132,7 +123,7 @@ def _probed(config: ProbeConfig, path: Path, settings: dict, console: Any, *, pr
             permutations=config.permutations,
             bootstraps=config.bootstraps,
             seed=config.seed,
-            checkpoint=kept,
+            checkpoint=folder.kept,
             progress=progress,
         )
         lead = (
@@ -142,13 +133,10 @@ def _probed(config: ProbeConfig, path: Path, settings: dict, console: Any, *, pr
         )
         if leaks:
             lead += f" Beware: {said_leaks(leaks)}"
-        run = Run.create(kept, path.name, _repeatable(config), seed=config.seed, overwrite=True)
+        run = Run.create(folder.kept, folder.path.name, _repeatable(config), seed=config.seed, overwrite=True)
         run.record(features=activations.provenance, label=label.says, seconds=result.provenance["seconds"])
-        _write(run, path, result, lead, f"{config.features.stem}: {label_name(config.of_label)}")
-        run.write_json(MARKER, {"settings": settings})
-        _require_free(path)
-        os.replace(run.path, path)
-        shutil.rmtree(kept, ignore_errors=True)
+        _write(run, folder.path, result, lead, f"{config.features.stem}: {label_name(config.of_label)}")
+        folder.finish(run, settings)
     return result
 
 
@@ -184,38 +172,6 @@ def _repeatable(config: ProbeConfig) -> ProbeConfig:
     return config.model_copy(update=absolute)
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """The right to make a run, for one process at a time; a killed one loses it.
-
-    Raises BlockingIOError if another process has it. The file goes only once the run is there: who waits for a file
-    that is gone then finds the run.
-    """
-    file = path.with_name(f".{path.name}.lock")
-    lock = FileLock(file)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise BlockingIOError(
-            f"{path} is being made by another process. Wait for it, or give this run another name (--name)."
-        ) from error
-    try:
-        yield
-        file.unlink(missing_ok=True)
-    finally:
-        lock.release()
-
-
-def _is_finished(path: Path) -> bool:
-    return (path / "values" / f"{MARKER}.json").is_file()
-
-
-def _require_free(path: Path) -> None:
-    if path.exists():
-        raise FileExistsError(f"{path} is there and no finished probe. Give this run another name (--name).")
-    Run.require_free(path.parent, path.name)
-
-
 def _compared(config: ProbeConfig, name: str) -> dict:
     """What makes two runs the same: the settings, with the contents of the files instead of their places."""
     settings = config.model_dump(mode="json", exclude={"features", "rows", "out"}) | {"name": name}
@@ -223,19 +179,17 @@ def _compared(config: ProbeConfig, name: str) -> dict:
     return settings | {"features": _content(config.features.expanduser()), "rows": rows}
 
 
-def _finished(run: Run, config: ProbeConfig, settings: dict) -> Sweep:
-    held = run.json(MARKER)["settings"]
+def _finished(folder: RunFolder, config: ProbeConfig, settings: dict) -> Sweep:
+    held = folder.held()["settings"]
     changed = [key for key in settings if held.get(key) != settings[key]]
     for key in ("features", "rows"):
         if key in changed and held.get(key) is not None and settings[key] is not None:
             place = getattr(config, key)
             raise FileExistsError(
-                f"{place} has changed since {run.path} was made of it. Give this run another name (--name)."
+                f"{place} has changed since {folder.path} was made of it. Give this run another name (--name)."
             )
-    if changed:
-        said = "; ".join(f"{key} was {held.get(key)}, is {settings[key]}" for key in changed[:3])
-        raise FileExistsError(f"{run.path} was made with other settings ({said}). Give this run another name (--name).")
-    return Sweep.load(run.path / "sweep")
+    folder.require_same(settings, model=str(config.features))
+    return Sweep.load(folder.path / "sweep")
 
 
 def _content(place: Path) -> str | None:

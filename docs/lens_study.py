@@ -19,14 +19,17 @@ import pandas as pd
 
 from microtome.capture import LoadedModel, load_model, untrained
 from microtome.data import plain_english
+from microtome.data.relations import RELATIONS, relation_pairs
 from microtome.lenses import (
     LensStatistics,
     Moments,
+    RelationStudy,
     TokenWindows,
     TunedLens,
     TunedSettings,
     ablation_effects,
     causal_agreement,
+    concept_study,
     early_exits,
     fit_shortcuts,
     fit_tuned_lens,
@@ -39,6 +42,7 @@ from microtome.lenses import (
     memory_composition,
     moments_of,
     paraphrase_agreement,
+    relation_study,
     ridge_pairs,
     share_of_heads,
     token_windows,
@@ -260,6 +264,41 @@ def memories() -> None:
     show("Composition", memory_composition(smollm2(), curve_texts().texts[:10], layers, progress=True))
 
 
+def relations() -> None:
+    """Relations as affine maps (LRE), currencies as directions (LRC)."""
+    faithful, causal = [], []
+    for name in ("capital", "currency", "plural", "opposite"):
+        pairs = relation_pairs([name])
+        listed = list(zip(pairs["subject"], pairs["object"], strict=True))
+        study = relation_study(
+            smollm2(), listed, RELATIONS[name].templates[0], groups=pairs["group"].tolist(), depths=range(0, 30, 2)
+        )
+        known = study.faithfulness[study.faithfulness["prompts"] == "known"]
+        facts = {"relation": name, "pairs": len(listed), "known": study.pairs["is_known"].mean()}
+        faithful.append(facts | {"depth": study.depth, "count": known["count"].max()} | _shares(known))
+        edited = study.causality
+        causal.append({"relation": name, "depth": study.edit_depth, "count": edited["count"].max()} | _shares(edited))
+        if name == "currency":
+            show("Directions of currencies (LRC)", _concepts(study, listed, RELATIONS[name].templates[0]), 2)
+    show("The map gives the model's own word: unseen pairs that the model knows", pd.DataFrame(faithful), 2)
+    show("An edit of the subject's state gives another object's word", pd.DataFrame(causal), 2)
+
+
+def _shares(table: pd.DataFrame) -> dict[str, float]:
+    return table.set_index("method")["share"].to_dict()
+
+
+def _concepts(study: RelationStudy, pairs: list[tuple[str, str]], template: str) -> pd.DataFrame:
+    """Accuracy and edits of LRC, three depths."""
+    shown = study.pairs[study.pairs["part"] == "example"]
+    examples = list(zip(shown["subject"], shown["object"], strict=True))
+    tables = [
+        concept_study(smollm2(), pairs, template, study.operator, depth, examples=examples).table.assign(depth=depth)
+        for depth in (8, 14, 20)
+    ]
+    return pd.concat(tables)
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "corpus": corpus,
     "maps": maps,
@@ -269,6 +308,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "attribution": attribution,
     "attention": attention,
     "memories": memories,
+    "relations": relations,
 }
 
 

@@ -57,9 +57,9 @@ class LensLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, above: Float[Tensor, "depth token"]) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Float[Tensor, "depth token"]) -> tuple[Tensor | None, ...]:
         """The kept gradient times what comes from above."""
-        (gradient,) = ctx.saved_tensors
+        (above,), (gradient,) = grad_outputs, ctx.saved_tensors
         return (above[..., None].to(gradient.dtype) * gradient, *[None] * 6)
 
 
@@ -182,14 +182,14 @@ class LearnedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, above: Float[Tensor, " token"]) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Float[Tensor, " token"]) -> tuple[Tensor | None, ...]:
         """Second sweep: u = above (q - p) in tiles; dM = u^T features, dc = sum u, dfeatures = u M."""
         features, learned_weight, learned_bias, final, lse = ctx.saved_tensors
         teacher, rows, block = ctx.settings
         learned = Vocabulary(learned_weight, learned_bias, 1.0, None, teacher.dtype)
         wants = ctx.needs_input_grad[:3]
         tiles = _tiles(features, final, learned, teacher, rows)
-        lse, above = lse.to(teacher.dtype), above.to(teacher.dtype)
+        lse, above = lse.to(teacher.dtype), grad_outputs[0].to(teacher.dtype)
         d_features = torch.zeros_like(features, dtype=teacher.dtype) if wants[0] else None
         d_weight = torch.empty_like(learned_weight) if wants[1] else None
         d_bias = torch.empty_like(learned_bias) if wants[2] else None

@@ -215,7 +215,9 @@ class AttentionLens:
                 best = (self.head_logits(mixed, head) + hidden).topk(top, dim=-1)
                 parts.append((best.indices, best.values, (mixed[:, head] @ plain[head] + hidden).topk(top).indices))
             chosen, scores, bare = (torch.cat(each) for each in zip(*parts, strict=True))
-            ids["lens"].append(chosen), ids["plain"].append(bare), values.append(scores)
+            ids["lens"].append(chosen)
+            ids["plain"].append(bare)
+            values.append(scores)
         return HeadReadings(
             self.layer,
             rows.text,

@@ -9,7 +9,7 @@ so that a form is a choice of input and both train by the same code. `as_lens` b
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -27,8 +27,8 @@ from microtome.lenses.attention_lens_start import (
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.unembedding import Unembedding
 
-# one of FORMS, one of STARTS; told by a message of ours, so no Literals
-Form = Start = str
+Form: TypeAlias = str  # one of FORMS; told by a message of ours, so no Literal
+Start: TypeAlias = str  # one of STARTS
 FORMS, STARTS = ("small", "original"), ("unembedding", "closed_form", "zero")
 
 

@@ -274,7 +274,8 @@ def _train(
     while state["step"] < settings["steps"] and state["waited"] < settings["patience"]:
         rate = settings["learning_rate"] * 0.5 * (1 + math.cos(math.pi * state["step"] / settings["steps"]))
         rows = _batch(len(fit), settings["batch_rows"], state["step"], settings["seed"])
-        weight.grad.zero_(), bias.grad.zero_()
+        weight.grad.zero_()
+        bias.grad.zero_()
         kl = readout_kl(
             read["fit"][:, rows],
             weight.detach(),
@@ -298,7 +299,8 @@ def _train(
         now = Readout(first.mode, first.form, weight.detach(), bias.detach())
         found = _mean_kl(now, read["validation"], shards["validation"], end)
         if found < min(entry["validation_kl"] for entry in state["history"]):
-            best[0].copy_(weight.detach()), best[1].copy_(bias.detach())
+            best[0].copy_(weight.detach())
+            best[1].copy_(bias.detach())
             state["best_step"], state["waited"] = state["step"], 0
         else:
             state["waited"] += 1

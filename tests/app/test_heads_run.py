@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on_and_a_finished_one_is_not_made_again(model, tmp_pa
     monkeypatch.setattr(head_pass, "see_calls", stops)
     with pytest.raises(KeyboardInterrupt):
         run_heads(config)
-    assert list((tmp_path / "runs").glob(".heads--tiny--texts.heads/passes/*.safetensors"))
+    assert list((tmp_path / "runs").glob(".heads--tiny--texts.fits/passes/*.safetensors"))
     assert not (tmp_path / "runs/heads--tiny--texts").exists()
     count[0] = 10
     first = run_heads(config)
@@ -119,7 +119,7 @@ def test_what_is_there_is_left_alone_and_one_process_runs_at_a_time(model, tmp_p
     (tmp_path / "runs/mine").mkdir(parents=True)
     done = run("tiny", *FLAGS, "--name", "mine")
     assert done.exit_code == 2
-    assert "mine is there and no finished run of heads" in done.output
+    assert "mine is there and no finished heads run" in done.output
     with FileLock(tmp_path / "runs/.other.lock"):
         done = run("tiny", *FLAGS, "--name", "other")
     assert done.exit_code == 2

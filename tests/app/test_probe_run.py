@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from microtome.app.cli import app as command
 from microtome.app.probe_config import ProbeConfig
 from microtome.app.probe_run import run_probe_of
+from microtome.app.run_folder import RunFolder
 from microtome.capture import LoadedModel, capture
 from microtome.capture.activations import Activations
 from microtome.data.runs import Run
@@ -283,8 +284,8 @@ def test_a_run_that_another_process_finished_meanwhile_is_taken(numbers, monkeyp
     config = ProbeConfig(features="num.csv", label="y", group="sid", **QUICK)
     first = run_probe_of(config)
     seen = iter([False, True])
-    monkeypatch.setattr("microtome.app.probe_run._is_finished", lambda path: next(seen))
-    monkeypatch.setattr("microtome.app.probe_run._require_free", lambda path: None)
+    monkeypatch.setattr(RunFolder, "is_finished", property(lambda folder: next(seen)))
+    monkeypatch.setattr(RunFolder, "require_free", lambda folder: None)
     monkeypatch.setattr("microtome.app.probe_run.sweep", lambda *a, **k: pytest.fail("it is finished"))
     pd.testing.assert_frame_equal(run_probe_of(config).table, first.table)
 
@@ -318,7 +319,7 @@ def test_what_is_there_and_no_probe_is_left_alone(numbers) -> None:
     (numbers / "runs/num--y").mkdir(parents=True)
     done = run(*OF_Y)
     assert done.exit_code == 2
-    assert "num--y is there and no finished probe. Give this run another name (--name)." in done.output
+    assert "num--y is there and no finished probe run. Give this run another name (--name)." in done.output
 
 
 def test_help_says_what_a_dry_run_is_for() -> None:
