@@ -29,7 +29,7 @@ def test_a_run_is_there_whole_or_not_at_all(tmp_path):
     folder.require_same({"top": 5}, model="m", weights="w")
     with pytest.raises(FileExistsError, match=r"made with other settings \(top was 5, is 6; seed was None, is 1\)"):
         folder.require_same({"top": 6, "seed": 1}, model="m", weights="w")
-    with pytest.raises(FileExistsError, match="m has changed since .* other weights"):
+    with pytest.raises(FileExistsError, match=r"m has changed since .* other weights"):
         folder.require_same({"top": 5}, model="m", weights="v")
     assert not RunFolder(folder.path, "heads").is_finished
     with pytest.raises(FileExistsError, match="no finished heads run"):
@@ -62,4 +62,4 @@ def test_one_process_makes_a_run(tmp_path):
 def test_a_place_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(PermissionError, match="cannot be written to"):
-        RunFolder.at(tmp_path / "file", "a", "lens").require_free()
+        RunFolder.at(tmp_path / "file" / "runs", "a", "lens").require_free()
