@@ -39,7 +39,8 @@ def paired(one: Callable[[], object], other: Callable[[], object], pairs: int) -
 
 def record(claim: str, ratio: float, bar: str, met: bool | None, baseline: str, detail: str) -> None:
     """Print {"claim", "ratio", "bar", "met", "baseline", "detail"} and append it with where it was measured."""
-    line = {"claim": claim, "ratio": round(ratio, 3), "bar": bar, "met": bool(met), "baseline": baseline, "detail": detail}
+    met = None if met is None else bool(met)  # numpy's too
+    line = {"claim": claim, "ratio": round(ratio, 3), "bar": bar, "met": met, "baseline": baseline, "detail": detail}
     print(json.dumps(line), flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     measured = {
