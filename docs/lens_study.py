@@ -22,6 +22,7 @@ from microtome.data import plain_english
 from microtome.data.relations import RELATIONS, relation_pairs
 from microtome.lenses import (
     LensStatistics,
+    LinearMap,
     Moments,
     RelationStudy,
     TokenWindows,
@@ -31,7 +32,6 @@ from microtome.lenses import (
     causal_agreement,
     concept_study,
     early_exits,
-    fit_shortcuts,
     fit_tuned_lens,
     head_roles,
     lens_cosine,
@@ -44,6 +44,7 @@ from microtome.lenses import (
     paraphrase_agreement,
     relation_study,
     ridge_pairs,
+    ridge_to_last,
     share_of_heads,
     token_windows,
     train_attention_lens,
@@ -55,7 +56,7 @@ from microtome.lenses.head_roles import ROLE_SCORES
 
 FOLDER = Path("runs/lens_study")
 CHARACTERS = {"fit": 320_000, "validation": 60_000, "test": 60_000}  # about 4 per token
-CURVE_WINDOWS, CURVE_LENGTH = 60, 128
+CURVE_WINDOWS, CURVE_LENGTH = 24, 128
 ATTENTION_LAYERS = (14, 25)
 TUNED_DEPTHS = (0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 29)
 
@@ -149,6 +150,13 @@ def curve_texts() -> TokenWindows:
 
 
 @cache
+def to_last() -> dict[str, LinearMap]:
+    """Ridge maps from every depth to the last, of every second window."""
+    found = windows("fit")
+    return ridge_to_last(smollm2(), found.texts[::2], documents=found.documents[::2], save=FOLDER / "moments_to_last")
+
+
+@cache
 def tuned() -> TunedLens:
     """A tuned lens of eleven depths from the ridge start."""
     found = windows("fit")
@@ -157,8 +165,8 @@ def tuned() -> TunedLens:
         found.texts,
         documents=found.documents,
         depths=TUNED_DEPTHS,
-        start=fit_shortcuts(moments()).translators(),
-        settings=TunedSettings(optimizer="adam", steps=120, tokens=256),
+        start=to_last(),
+        settings=TunedSettings(optimizer="adam", rate=5e-4, steps=40, tokens=256),
         checkpoint=FOLDER / "tuned",
         progress=True,
     )
@@ -168,7 +176,7 @@ def tuned() -> TunedLens:
 def curves_of() -> dict[str, LensStatistics]:
     """Statistics of the three lenses on held-out documents."""
     model, found = smollm2(), curve_texts()
-    ridge = translated_lens(model, fit_shortcuts(moments()).translators(), name="ridge")
+    ridge = translated_lens(model, to_last(), name="ridge")
     lenses = [logit_lens_of(model), ridge, tuned().lens(model)]
     return lens_statistics(model, found.texts, lenses, documents=found.documents, previous=True, progress=True)
 
@@ -233,8 +241,8 @@ def attention() -> None:
                 found.texts,
                 layer,
                 documents=found.documents,
-                max_rows=20_000,
-                steps=100,
+                max_rows=8_000,
+                steps=40,
                 seed=seed,
                 folder=FOLDER / f"attention_{layer}_{seed}",
                 progress=True,
@@ -274,10 +282,10 @@ def relations() -> None:
             smollm2(), listed, RELATIONS[name].templates[0], groups=pairs["group"].tolist(), depths=range(0, 30, 2)
         )
         known = study.faithfulness[study.faithfulness["prompts"] == "known"]
-        facts = {"relation": name, "pairs": len(listed), "known": study.pairs["is_known"].mean()}
+        facts = {"name": name, "pairs": len(listed), "known": study.pairs["is_known"].mean()}
         faithful.append(facts | {"depth": study.depth, "count": known["count"].max()} | _shares(known))
         edited = study.causality
-        causal.append({"relation": name, "depth": study.edit_depth, "count": edited["count"].max()} | _shares(edited))
+        causal.append({"name": name, "depth": study.edit_depth, "count": edited["count"].max()} | _shares(edited))
         if name == "currency":
             show("Directions of currencies (LRC)", _concepts(study, listed, RELATIONS[name].templates[0]), 2)
     show("The map gives the model's own word: unseen pairs that the model knows", pd.DataFrame(faithful), 2)
