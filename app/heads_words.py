@@ -57,7 +57,11 @@ def print_heads(console: "Console", found: HeadRoles) -> None:
 def legend(found: HeadRoles) -> list[str]:
     """What the columns mean."""
     lines = [f"{role}: {says}." for role, says in SAYS.items()]
-    return [*lines, "untrained: the same with fresh weights. control: the same where there is nothing to repeat."]
+    return [
+        *lines,
+        f"10 > 0.3: heads of {len(found.table)} past the threshold of the role (--threshold role=0.3).",
+        "untrained: the same with fresh weights. control: the same where there is nothing to repeat.",
+    ]
 
 
 def heads_headline(found: HeadRoles) -> Mapping[str, str]:
