@@ -184,13 +184,16 @@ def curves_of() -> dict[str, LensStatistics]:
 def curves() -> None:
     """KL, agreement and cross-entropy by depth."""
     for name, found in curves_of().items():
-        show(f"{name} lens by depth, sinks left out", found.curve())
-        show(f"{name} lens, where the first word settles", found.settled())
+        columns = ["depth", "count", "kl", "kl_low", "kl_high", "agrees", "agrees_low", "agrees_high", "cross_entropy"]
+        show(f"{name} lens by depth, sinks left out", found.curve()[columns])
+        print(f"first word settles at depth {found.settled['depth'].mean():.1f} (mean of tokens)")
 
 
 def exits() -> None:
     """Layers saved by leaving early."""
-    show("Early exit", early_exits(curves_of()).to_frame())
+    columns = ["lens", "rule", "target", "tau", "agreement", "blocks_saved", "cross_entropy", "model_cross_entropy"]
+    table = early_exits(curves_of()).to_frame()
+    show("Early exit", table[[name for name in columns if name in table]])
 
 
 def heads() -> None:
