@@ -31,6 +31,7 @@ def lens(
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings; options override it")] = None,
     text: Annotated[str | None, _option("text")] = None,
+    target: Annotated[list[str] | None, typer.Option(help=_FIELDS["target"].description)] = None,
     data: Annotated[str | None, _option("data")] = None,
     text_column: Annotated[str | None, _option("text_column")] = None,
     group_column: Annotated[str | None, _option("group_column")] = None,
@@ -60,6 +61,8 @@ def lens(
             given["depths"] = _numbers(depths)
         if not lens:
             given.pop("lens", None)
+        if not target:
+            given.pop("target", None)
         settings = read_settings(LensConfig, config, given)
         from rich.console import Console  # late: importing rich draws from Python's random generator
 
@@ -84,7 +87,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _last_token(cells: "pd.DataFrame") -> "pd.DataFrame":
     last = cells[cells["position"] == cells["position"].max()]
-    return last[["lens", "depth", "word", "prob", "kl", "entropy", "rank"]]
+    followed = [name for name in cells if name.startswith(("prob of ", "rank of "))]
+    return last[["lens", "depth", "word", "prob", "kl", "entropy", "rank", *followed]]
 
 
 def _plain(found: "LensRun") -> dict:
@@ -104,6 +108,8 @@ def _show(console: "Console", found: "LensRun") -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from microtome.lenses.early_exit import RULES
+
     def shown(*columns: str) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
         for column in columns:
@@ -112,9 +118,19 @@ def _show(console: "Console", found: "LensRun") -> None:
 
     if "cells" in found.tables:
         for name, rows in _last_token(found.tables["cells"]).groupby("lens", sort=False):
-            table = shown("depth", "word", "p", "KL", "rank")
-            for row in rows.itertuples():
-                table.add_row(str(row.depth), Text(repr(row.word)), f"{row.prob:.3f}", f"{row.kl:.3f}", str(row.rank))
+            names = [name.removeprefix("prob of ") for name in rows if name.startswith("prob of ")]
+            heads = [f"{head} {name!r}" for name in names for head in ("p", "rank")]
+            table = shown("depth", "word", "p", "KL", "rank", *heads)
+            for _, row in rows.iterrows():
+                followed = [(f"{row[f'prob of {name}']:.3f}", f"{row[f'rank of {name}']:.0f}") for name in names]
+                table.add_row(
+                    str(row["depth"]),
+                    Text(repr(row["word"])),
+                    f"{row['prob']:.3f}",
+                    f"{row['kl']:.3f}",
+                    str(row["rank"]),
+                    *(value for pair in followed for value in pair),
+                )
             console.print(f"The last token under the {name} lens (rank: of the model's own word)", markup=False)
             console.print(table)
     if "curves" in found.tables:
@@ -135,11 +151,17 @@ def _show(console: "Console", found: "LensRun") -> None:
         console.print(table)
     if "early_exit" in found.tables:
         exits = found.tables["early_exit"]
-        table = shown("lens", "rule", "target", "agrees", "blocks saved")
-        for row in exits[~exits["rule"].str.startswith("random")].itertuples():
-            table.add_row(row.lens, row.rule, f"{row.target:.2f}", f"{row.agreement:.3f}", f"{row.blocks_saved:.2f}")
-        console.print("Early exit", markup=False)
+        exits = exits[exits["rule"].isin(RULES)]
+        table = shown("lens", "target", "best rule", "agrees", "blocks saved")
+        for _, rows in exits.groupby(["lens", "target"], sort=False):
+            best = rows.loc[rows["blocks_saved"].idxmax()]
+            saved = float(best["blocks_saved"])
+            told = (best["rule"], f"{best['agreement']:.3f}", f"{saved:.2f}") if saved > 0 else ("none", "", "0")
+            table.add_row(best["lens"], f"{best['target']:.2f}", *told)
+        console.print("Early exit (all rules are in the report)", markup=False)
         console.print(table)
+    elif "curves" in found.tables:
+        console.print("No early exits: rules are tuned on some documents and tested on others; this is one.")
     cwd = Path.cwd()
     path = found.path.relative_to(cwd) if found.path.is_relative_to(cwd) else found.path
     console.print(f"Report: {path / 'report.html'}", markup=False, soft_wrap=True)

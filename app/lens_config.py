@@ -22,6 +22,9 @@ class LensConfig(BaseModel):
 
     model: str = Field("smollm2", min_length=1, description="bundled name, hub id, folder or GGUF file")
     text: str | None = Field(None, min_length=1, description="a text whose every token is read at every depth")
+    target: tuple[str, ...] = Field(
+        (), description="a word of one token (' Paris') whose probability and rank are followed; again for more"
+    )
     data: str | None = Field(
         None,
         description="a data set (`microtome data list`), or a CSV, JSONL or Parquet file, for curves by depth, and to "
@@ -57,6 +60,8 @@ class LensConfig(BaseModel):
             raise ValueError(f"data: {self.data!r} is neither a data set ({', '.join(DATA_SETS)}) nor a file here.")
         if self.text is not None and not self.text.strip():
             raise ValueError("the text is only white space. Give one with words in it (--text).")
+        if self.target and self.text is None:
+            raise ValueError("a target word is followed in a text. Give one (--text).")
         if len(set(self.lens)) < len(self.lens):
             raise ValueError(f"lens names one twice: {', '.join(self.lens)}.")
         needs = [name for name in ("ridge",) if name in self.lens] + (["a training"] if self.fit_tuned else [])

@@ -7,8 +7,10 @@ How a run is stopped, resumed and finished: `run_folder.py`. Where a lens is fit
 that and the curves are of the others.
 """
 
+import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import time
@@ -95,7 +97,15 @@ def _made(
     lenses, tuned = _lenses(config, model, fitting, kept, progress)
     tables: dict[str, pd.DataFrame] = {}
     if config.text is not None:
-        found = lens_table(model, config.text, lenses, top=config.top, truncate="right", max_length=config.max_length)
+        found = lens_table(
+            model,
+            config.text,
+            lenses,
+            answers=config.target,
+            top=config.top,
+            truncate="right",
+            max_length=config.max_length,
+        )
         tables["cells"] = found.table
     if reading is not None:
         statistics = _statistics(config, model, lenses, reading, kept, progress)
@@ -103,7 +113,8 @@ def _made(
             [each.curve(sinks=kind, seed=config.seed) for each in statistics.values() for kind in ("without", "with")],
             ignore_index=True,
         )
-        tables["early_exit"] = early_exits(statistics, seed=config.seed).table
+        if len(set(reading[1])) > 1:  # rules are tuned on some documents and tested on others
+            tables["early_exit"] = early_exits(statistics, seed=config.seed).table
     if tuned is not None and config.fit_tuned:
         tables["training"] = tuned.history
     run = Run.create(kept, folder.path.name, _repeatable(config), seed=config.seed, overwrite=True)
@@ -155,7 +166,10 @@ def _shares(
         return None, (texts, documents.tolist())
     names = np.unique(documents)
     if len(names) < 5:
-        raise ValueError(f"the {len(texts)} texts are {len(names)} documents; fitting needs 5. Give more (--texts).")
+        raise ValueError(
+            f"the {len(texts)} texts are of {len(names)} documents; fitting needs 5, as whole documents are held out. "
+            "Give texts of more documents (--texts, --group-column)."
+        )
     order = np.random.default_rng([config.seed, 7]).permutation(len(names))
     fitted = np.isin(documents, names[order[: round(FITTED_SHARE * len(names))]])
 
@@ -276,7 +290,9 @@ def _sections(tables: dict[str, pd.DataFrame], figures: dict[str, Any]) -> list[
         kind, _, of = name.partition("_")
         if kind == "table":
             cells = tables["cells"][tables["cells"]["lens"] == of]
-            shown = cells[["depth", "position", "token", "word", "prob", "kl", "entropy", "rank", "final_word"]]
+            followed = [name for name in cells if name.startswith(("prob of ", "rank of "))]
+            columns = ["depth", "position", "token", "word", "prob", "kl", "entropy", "rank", "final_word", *followed]
+            shown = cells[columns]
             sections.append(Section(f"The text under the {of} lens", figure=figure, table=shown, table_name=name))
         else:
             table = tables["curves"] if of == "kl" else None
@@ -298,7 +314,13 @@ def _sections(tables: dict[str, pd.DataFrame], figures: dict[str, Any]) -> list[
 def _default_name(config: LensConfig) -> str:
     data = [] if config.data is None else [_named(Path(config.data).stem)]
     parts = ["lens", _named(Path(config.model).stem) or "model", *data, *config.lenses]
-    return "--".join([*parts, *(["text"] if config.text else [])])
+    return "--".join([*parts, *([_slug(config.text)] if config.text else [])])
+
+
+def _slug(text: str) -> str:
+    """The first words of a text and a hash of it, for a name."""
+    words = "-".join(re.findall(r"[a-z0-9]+", text.lower())[:4])[:24].strip("-")
+    return f"{words or 'text'}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
 def _named(stem: str) -> str:

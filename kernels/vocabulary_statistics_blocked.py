@@ -86,7 +86,8 @@ def _tile(
     by_block = by_block.view(depths, tokens, -1)
     lse_all = by_block.logsumexp(-1)
     share = (by_block - lse_all[..., None]).exp()
-    found = {"lse": lse_all, "entropy": lse_all - (share * torch.stack(own_energy, -1).view(by_block.shape)).sum(-1)}
+    own = (share * torch.stack(own_energy, -1).view(by_block.shape)).sum(-1)
+    found = {"lse": lse_all, "entropy": (lse_all - own).clamp(min=0)}
     if has_final:
         away = lse_all[1:] - lse_all[:1]
         found["kl"] = (away - (share[:1] * torch.stack(under_p, -1)).sum(-1)).clamp(min=0)

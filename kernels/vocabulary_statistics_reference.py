@@ -50,7 +50,7 @@ def vocabulary_statistics_reference(
     q = z.log_softmax(-1)
     top_ids, top_log_probs = largest(z, q)
     found: dict[str, Tensor | None] = {
-        "entropy": -(q.exp() * q).sum(-1),
+        "entropy": (-(q.exp() * q).sum(-1)).clamp(min=0),
         "log_sum_exp": z.logsumexp(-1),
         "top_ids": top_ids,
         "top_log_probs": top_log_probs,
@@ -62,7 +62,7 @@ def vocabulary_statistics_reference(
         p = z.log_softmax(-1)
         found["kl"] = (p.exp() * (p - q)).sum(-1)
         found["kl_reverse"] = (q.exp() * (q - p)).sum(-1)
-        found["final_entropy"] = -(p.exp() * p).sum(-1)
+        found["final_entropy"] = (-(p.exp() * p).sum(-1)).clamp(min=0)
         found["final_top_ids"], found["final_top_log_probs"] = largest(z, p)
         found["agrees"] = (top_ids[..., 0] == found["final_top_ids"][..., 0]) & (top_ids[..., 0] >= 0)
         if targets is not None:

@@ -136,11 +136,11 @@ def thresholds(rule: str, found: LensStatistics) -> Float[np.ndarray, " tau"]:
 
 
 def _scores(rule: str, found: LensStatistics) -> Float[np.ndarray, "depth token"]:
-    if rule == "kl":
-        if found.kl_previous is None:
-            raise ValueError("the rule 'kl' needs the KL to the depth before. Make the statistics with previous=True.")
-        return found.kl_previous
-    return {"gap": found.gap, "max_prob": found.max_prob, "entropy": found.entropy}[rule]
+    """To six decimals: a threshold within float32's rounding of a sure word would sort tokens by noise."""
+    if rule == "kl" and found.kl_previous is None:
+        raise ValueError("the rule 'kl' needs the KL to the depth before. Make the statistics with previous=True.")
+    names = {"gap": "gap", "max_prob": "max_prob", "entropy": "entropy", "kl": "kl_previous"}
+    return np.round(getattr(found, names[rule]), 6) + 0.0
 
 
 def _holds(rule: str, found: LensStatistics, tau: int | float) -> Bool[np.ndarray, "depth token"]:

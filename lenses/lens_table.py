@@ -15,9 +15,11 @@ from torch import nn
 
 from microtome.capture.models import LoadedModel
 from microtome.figures.lens_table import lens_table as lens_table_figure
+from microtome.lenses.attribution_rows import token_numbers
 from microtome.lenses.lens import Lens, logit_lens_of
 from microtome.lenses.lens_statistics import LensStatistics, lens_statistics
 from microtome.lenses.token_words import token_words
+from microtome.lenses.unembedding import unembedding_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,23 +63,46 @@ def lens_table(
     text: Any,
     lenses: Sequence[Lens] | Lens | None = None,
     *,
+    answers: Sequence[str | int] | str = (),
     top: int = 5,
     **options: Any,
 ) -> LensTable:
     """The table of one text, a string or token ids; the logit lens at every depth if no lens is given.
 
-    Raises ValueError for several texts, and what `lens_statistics` raises.
+    Args:
+        answers: words of one token (" Paris") or token ids to follow, whatever the model says: the table has columns
+            "prob of  Paris" and "rank of  Paris" (0 is first).
+        options: of `lens_statistics` (max_length, truncate and others).
+
+    Raises:
+        ValueError: several texts, an answer that is no single token, a lens that is none, and what `lens_statistics`
+            raises.
     """
     is_ids = isinstance(text, Sequence) and not isinstance(text, str) and all(isinstance(n, int) for n in text)
     if not isinstance(text, str) and not is_ids:
         raise ValueError("a lens table is of one text: a string, or its token ids. Many texts go to lens_statistics.")
     lenses = logit_lens_of(model) if lenses is None else lenses
-    found = lens_statistics(model, [text], lenses, top=top, final_rank=True, **options)
-    parts = [_rows(model, statistics) for statistics in found.values()]
+    given = [lenses] if isinstance(lenses, Lens) else list(lenses)
+    if strange := [each for each in given if not isinstance(each, Lens)]:
+        raise ValueError(
+            f"{strange[0]!r} is no lens. Give logit_lens_of(model), translated_lens(model, maps) or tuned.lens(model)."
+        )
+    named = _answers(model, answers)
+    found = lens_statistics(model, [text], given, top=top, final_rank=True, named=named, **options)
+    parts = [_rows(model, statistics, tuple(named)) for statistics in found.values()]
     return LensTable(pd.concat(parts, ignore_index=True), found)
 
 
-def _rows(model: LoadedModel | nn.Module, found: LensStatistics) -> pd.DataFrame:
+def _answers(model: LoadedModel | nn.Module, answers: Sequence[str | int] | str) -> dict[str, int]:
+    """Token ids by word."""
+    asked = [answers] if isinstance(answers, str) else list(answers)
+    tokenizer = model.tokenizer if isinstance(model, LoadedModel) else None
+    ids = token_numbers(asked, tokenizer, unembedding_of(model).vocab, len(asked), "answers") or []
+    names = [word if isinstance(word, str) else token_words(model, [word])[0] for word in asked]
+    return dict(zip(names, ids, strict=True))
+
+
+def _rows(model: LoadedModel | nn.Module, found: LensStatistics, named: Sequence[str]) -> pd.DataFrame:
     frame = found.to_frame()
     places = range(found.top_ids.shape[2])
     words = [token_words(model, frame[f"top_{place}"].tolist()) for place in places]
@@ -107,5 +132,6 @@ def _rows(model: LoadedModel | nn.Module, found: LensStatistics) -> pd.DataFrame
             ],
             "next_prob": frame["target_prob"].astype(float),
             "next_rank": frame["target_rank"].astype(int),
+            **{f"{value} of {name}": frame[f"{value} of {name}"] for name in named for value in ("prob", "rank")},
         }
     )

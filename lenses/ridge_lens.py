@@ -78,7 +78,7 @@ def translated_lens(
     """The lens behind maps to the last depth, by site or its name; the last depth itself is read without one.
 
     Raises:
-        ValueError: a map of another width, or of a site that is no depth of this model.
+        ValueError: a map of another width, to another site than the last depth, or from no depth of this model.
     """
     depths = depths_of(model)
     maps = {str(Site.parse(site)): each for site, each in maps.items()}
@@ -91,5 +91,10 @@ def translated_lens(
         each = maps[str(site)]
         if (each.d_in, each.d_out) != (width, width):
             raise ValueError(f"the map from {site} is {each.d_in} to {each.d_out}; the stream has {width}.")
+        if each.target and each.target != str(depths[-1]):
+            raise ValueError(
+                f"the map from {site} ends at {each.target}, and the unembedding reads {depths[-1]}. Fit maps to "
+                f"{depths[-1]}: moments_of(..., sites that include it), or ridge_to_last."
+            )
     like = lens.unembedding.weight
     return lens.with_translators(name, {site: maps[str(site)].to(like) for site in chosen})

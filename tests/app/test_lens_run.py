@@ -40,8 +40,9 @@ def test_a_text_is_printed_and_kept(model, here) -> None:
     done = run(model, "--text", TEXT)
     assert done.exit_code == 0, done.output
     assert "under the logit lens" in done.stdout
-    assert "Report: runs/lens--llama--logit--text/report.html" in done.stdout
-    folder = Run.open("runs/lens--llama--logit--text")
+    [path] = (here / "runs").glob("lens--llama--logit--*")
+    assert f"Report: runs/{path.name}/report.html" in done.stdout
+    folder = Run.open(path)
     cells = folder.table("cells")
     assert len(cells) == 4 * 7
     assert folder.figures == ("table_logit",)
@@ -180,3 +181,31 @@ def test_the_last_depth_alone_has_curves(model) -> None:
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
     assert {row["blocks_saved"] for row in said["early_exit"]} == {0}
+
+
+def test_two_texts_are_two_runs(model, here) -> None:
+    for text in (TEXT, TEXT + " again", "?!"):
+        assert run(model, "--text", text).exit_code == 0
+    assert len(list((here / "runs").iterdir())) == 3
+
+
+def test_a_target_word_is_followed(model) -> None:
+    done = run(model, "--text", TEXT, "--target", "dog", "--name", "a")
+    assert done.exit_code == 0, done.output
+    assert "rank 'dog'" in done.stdout
+    said = json.loads(run(model, "--text", TEXT, "--target", "dog", "--name", "a", "--json").stdout)
+    assert {"prob of dog", "rank of dog"} <= set(said["last_token"][0])
+    assert "rank of dog" in (Run.open("runs/a").path / "report.html").read_text(encoding="utf-8")
+
+
+def test_one_document_has_curves_and_no_exits(model, here) -> None:
+    pd.DataFrame({"text": [f"{TEXT} {n}" for n in range(6)], "of": "a"}).to_csv("one.csv", index=False)
+    flags = [model, "--data", "one.csv", "--group-column", "of"]
+    done = run(*flags)
+    assert done.exit_code == 0, done.output
+    assert "No early exits" in done.stdout
+    assert set(Run.open("runs/lens--llama--one--logit").tables) == {"curves"}
+    fitted = run(*flags, "--lens", "ridge", "--name", "b")
+    assert fitted.exit_code == 2
+    assert "are of 1 documents; fitting needs 5" in fitted.stderr
+    assert "--group-column" in fitted.stderr

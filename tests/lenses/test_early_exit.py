@@ -156,3 +156,11 @@ def test_one_depth_and_tokens_without_a_next_one_are_no_crash(tiny):
 def test_a_share_of_documents_is_between_0_and_1(share, planted):
     with pytest.raises(ValueError, match="between 0 and 1"):
         early_exits(planted, validation_share=share)
+
+
+def test_no_threshold_lies_within_rounding(planted):
+    noise = np.random.default_rng(1).uniform(-1e-8, 1e-8, planted.entropy.shape)
+    sure = replace(planted, entropy=np.where(planted.agrees, 0.0, 1.0) + noise)
+    assert thresholds("entropy", sure).tolist() == [0.0, 1.0, -np.inf]
+    agrees = np.take_along_axis(planted.agrees, exits("entropy", sure, 0.0)[None], 0)
+    assert agrees.all()

@@ -60,3 +60,21 @@ def test_one_text_only(loaded):
     with pytest.raises(ValueError, match="one text"):
         lens_table(loaded, [TEXT, TEXT])
     assert len(lens_table(loaded.module, [5, 6, 7]).table) == 12
+
+
+def test_answers_are_followed_whatever_the_model_says(loaded):
+    found = lens_table(loaded, TEXT, answers=["dog", 3]).table
+    three = loaded.tokenizer.decode([3])
+    dog = loaded.tokenizer.convert_tokens_to_ids("dog")
+    ids = loaded.tokenizer(TEXT)["input_ids"]
+    with torch.no_grad():
+        probs = loaded.module(torch.tensor([ids])).logits[0].softmax(-1)
+    last = found[found["depth"] == 3]
+    for name, number in (("dog", dog), (three, 3)):
+        assert last[f"prob of {name}"].tolist() == pytest.approx(probs[:, number].tolist(), rel=1e-4)
+        wanted = (probs > probs[:, number, None]).sum(-1).tolist()
+        assert last[f"rank of {name}"].tolist() == wanted
+    with pytest.raises(ValueError, match="answers=99999"):
+        lens_table(loaded, TEXT, answers=[99999])
+    with pytest.raises(ValueError, match=r"'logit' is no lens. Give logit_lens_of\(model\)"):
+        lens_table.__wrapped__(loaded, TEXT, ["logit"])

@@ -50,6 +50,8 @@ def test_what_does_not_fit_is_refused(tiny, texts):
         ridge_to_last(model, texts, depths=[3])
     with pytest.raises(ValueError, match="no depth before the last"):
         translated_lens(model, {"resid_post.2": identity_map(32)})
+    with pytest.raises(ValueError, match=r"ends at resid_post.1, and the unembedding reads resid_post.2"):
+        translated_lens(model, {"resid_pre.0": identity_map(32, "resid_pre.0", "resid_post.1")})
     with pytest.raises(ValueError, match="31 to 31"):
         translated_lens(model, {"resid_post.0": identity_map(31)})
 
