@@ -170,8 +170,8 @@ def fit_attention_lens(
         progress: print the bytes first, and show a bar.
 
     Raises:
-        ValueError: an unknown choice, a missing shard, rows of other weights than the model's, numbers out of range, rows
-            without the stream that "residual" needs, or a folder with the state of other settings, rows or weights.
+        ValueError: an unknown choice, a missing shard, rows of other weights than the model's, numbers out of range,
+            rows without the stream that "residual" needs, or a folder with the state of other settings, rows or weights.
         MemoryError: the parameters with Adam's state do not fit.
     """
     for name, value, known in (("mode", mode, MODES), ("form", form, FORMS), ("start", start, STARTS)):
