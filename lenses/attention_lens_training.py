@@ -171,7 +171,7 @@ def fit_attention_lens(
 
     Raises:
         ValueError: an unknown choice, a missing shard, rows of other weights than the model's, numbers out of range,
-            rows without the stream that "residual" needs, or a folder with the state of other settings, rows or weights.
+            rows without the stream that "residual" needs, or a folder with the state of others.
         MemoryError: the parameters with Adam's state do not fit.
     """
     for name, value, known in (("mode", mode, MODES), ("form", form, FORMS), ("start", start, STARTS)):
