@@ -30,6 +30,7 @@ from microtome.capture.models import LoadedModel
 from microtome.lenses.attention_lens_rows import LensRows, lens_rows
 from microtome.lenses.attention_lens_start import folded_unembedding, plain_weight
 from microtome.lenses.head_writes import head_maps
+from microtome.lenses.made_for import require_same_weights
 from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import unembedding_of
 
@@ -194,10 +195,12 @@ class AttentionLens:
             least_probability: words of a smaller mean probability are left out, on both sides.
 
         Raises:
-            ValueError: a model whose heads or vocabulary are others, no tokenizer, or positions that no text has.
+            ValueError: a model whose heads, vocabulary or weights are others, no tokenizer, or positions that no text
+                has.
         """
         if not isinstance(model, LoadedModel) or model.tokenizer is None:
             raise ValueError("words need a tokenizer. Give the LoadedModel that load_model returns.")
+        require_same_weights(self.facts, model, "the lens")
         if positions == "last":
             rows = lens_rows(model, texts, self.layer, positions="last")
         else:

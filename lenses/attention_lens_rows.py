@@ -47,6 +47,7 @@ class LensRows:
         text, position, token_ids: where each row is, and the token there.
         targets: the token that follows, -1 at the end of a text.
         document: of the row's text.
+        weight_sha256: of the model whose rows they are, "" where unknown.
     """
 
     layer: int
@@ -58,6 +59,7 @@ class LensRows:
     token_ids: Int64[Tensor, " token"]
     targets: Int64[Tensor, " token"]
     document: Int64[Tensor, " token"]
+    weight_sha256: str = ""
 
     def __len__(self) -> int:
         return len(self.mixed)
@@ -123,11 +125,13 @@ def lens_rows(
 
     Raises:
         KeyError: a layer without z or head_out; the reason is said.
-        ValueError: documents of another number than texts, or no token to keep.
+        ValueError: max_rows below 1, documents of another number than texts, or no token to keep.
         MemoryError: the rows do not fit into free memory.
     """
     if positions not in ("last", "all", "every"):
         raise ValueError(f"positions={positions!r}. Give 'last', 'all' or 'every'.")
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"max_rows={max_rows}. Give 1 or more, or None for all.")
     module = model.module if isinstance(model, LoadedModel) else model
     anatomy = dissect(module) if anatomy is None else anatomy
     end = unembedding_of(module, anatomy)
@@ -170,6 +174,7 @@ def lens_rows(
         ids[order],
         targets[order],
         numbers[text[order]],
+        run.provenance["model"]["weight_sha256"],
     )
 
 

@@ -24,6 +24,7 @@ from microtome.capture.models import LoadedModel
 from microtome.lenses.attention_lens import CAVEAT, LEAST_PROBABILITY, AttentionLens
 from microtome.lenses.attention_lens_loss import block_kl, residual_scores, teacher_blocks
 from microtome.lenses.attention_lens_rows import LensRows, lens_rows
+from microtome.lenses.made_for import require_same_weights
 from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
@@ -204,6 +205,7 @@ def causal_agreement(
 
     Costs heads + 1 forwards of the texts. The token is the one that the unedited model puts first.
     """
+    require_same_weights(lens.facts, model, "the lens")
     end = unembedding_of(model)
     intact = lens_rows(model, texts, lens.layer, positions="last", max_tokens=max_tokens)
     lens.require_fit(intact, end.vocab)

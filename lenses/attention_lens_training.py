@@ -30,6 +30,7 @@ from tqdm.auto import tqdm
 from microtome.capture.dissect import dissect
 from microtome.capture.fingerprint import new_fingerprint, tensor_bytes
 from microtome.capture.models import LoadedModel
+from microtome.capture.running_model import running_model
 from microtome.lenses.attention_lens import MODES, AttentionLens, Mode
 from microtome.lenses.attention_lens_files import load_training_state, save_attention_lens, save_training_state
 from microtome.lenses.attention_lens_loss import BLOCK_BYTES, best_bias, readout_kl
@@ -48,6 +49,7 @@ from microtome.lenses.attention_lens_rows import SHARDS, LensRows, Positions, le
 from microtome.lenses.attention_lens_scores import AttentionLensScores, score_attention_lens
 from microtome.lenses.attention_lens_start import folded_unembedding, peer_r2, plain_weight
 from microtome.lenses.head_writes import head_maps
+from microtome.lenses.made_for import facts_of, require_same_weights
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
@@ -168,8 +170,8 @@ def fit_attention_lens(
         progress: print the bytes first, and show a bar.
 
     Raises:
-        ValueError: an unknown choice, a missing shard, numbers out of range, rows without the stream that "residual"
-            needs, or a folder with the state of other settings or rows.
+        ValueError: an unknown choice, a missing shard, rows of other weights than the model's, numbers out of range,
+            rows without the stream that "residual" needs, or a folder with the state of others.
         MemoryError: the parameters with Adam's state do not fit.
     """
     for name, value, known in (("mode", mode, MODES), ("form", form, FORMS), ("start", start, STARTS)):
@@ -187,6 +189,8 @@ def fit_attention_lens(
         raise ValueError(
             f"shrink={shrink} pulls M of the small form; form={form!r}, mode={mode!r} have another matrix."
         )
+    for rows in shards.values():
+        require_same_weights({"weight_sha256": rows.weight_sha256, "model": "of the rows"}, model, "a shard of rows")
     module = model.module if isinstance(model, LoadedModel) else model
     anatomy, fit = dissect(module), shards["fit"]
     end, layer = unembedding_of(module, anatomy), fit.layer
@@ -201,6 +205,8 @@ def fit_attention_lens(
         **{"layer": layer, "mode": mode, "form": form, "start": start, "steps": steps, "batch_rows": batch_rows},
         **{"learning_rate": learning_rate, "weight_decay": weight_decay, "shrink": shrink, "seed": seed},
         **{"evaluate_every": evaluate_every, "patience": patience, "rows": _digest(shards)},
+        # the teacher is what the model is now, whatever file it came from
+        **{"weights": running_model(module)["weights"]},
     }
     with torch.no_grad():
         writes, attention_bias = head_maps(module, layer, anatomy)
@@ -224,7 +230,7 @@ def fit_attention_lens(
     r2 = _peer_r2(shards)
     often = best_bias(fit.normed, end)
     bias = best_bias(fit.normed, end, stream=fit.stream) if mode == "residual" else often
-    said = {"settings": settings, **facts}
+    said = {"settings": settings, **facts_of(model), **facts}
     lens = as_lens(best, writes, layer=layer, mean=mean, peer_r2=r2, log_mean_p=often, facts=said)
     scores = score_attention_lens(lens, shards["test"], end, bias=bias, plain=plain, top=top)
     found = {"kl": scores.kl, "kl_bias": scores.kl_bias, "explained": scores.explained, "best_step": best_step}
@@ -376,6 +382,6 @@ def _check_shards(shards: dict[str, LensRows], mode: Mode) -> None:
             raise ValueError(f"no rows in shard {name!r}. Split the rows of more documents: rows.split().")
         if mode == "residual" and rows.stream is None:
             raise ValueError("the residual mode needs the stream: lens_rows(..., with_stream=True).")
-        for kind in ("mixed", "normed"):
+        for kind in ("mixed", "normed", *(["stream"] if mode == "residual" else [])):
             if not bool(torch.isfinite(getattr(rows, kind)).all()):
                 raise ValueError(f"shard {name!r} holds NaN or infinity in {kind}. Drop those texts.")

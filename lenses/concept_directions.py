@@ -22,6 +22,7 @@ from torch import Tensor
 
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel
+from microtome.lenses.made_for import require_same_weights
 from microtome.lenses.relation_prompts import RelationPrompts, relation_prompts
 from microtome.lenses.relations import (
     RelationOperator,
@@ -157,9 +158,15 @@ def concept_study(
     examples). target: depth of o, as the operator was fitted.
 
     Raises:
-        ValueError: fewer than two objects of three known subjects.
+        ValueError: fewer than two objects of three known subjects, or of two first tokens; ranks above d_model; an
+            operator of other weights or another target.
     """
     anatomy, end = dissect(model.module), unembedding_of(model)
+    require_same_weights(operator.facts, model, "the operator")
+    last = len(anatomy.blocks)
+    fitted = operator.facts.get("target", target)
+    if (last if fitted is None else fitted) != (last if target is None else target):
+        raise ValueError(f"the operator's o is at depth {fitted}, target is {target}. Give target={fitted}.")
     generator = np.random.default_rng(seed)
     shown = {subject for subject, _ in examples}
     pairs = [(str(s), str(o)) for s, o in pairs if s not in shown]
@@ -168,7 +175,8 @@ def concept_study(
     fit, validation, test = _divide(states, prompts, generator)
     names = prompts.objects
     s, o = states.at(depth), states.object
-    ranks = [rank for rank in ranks if rank <= s.shape[1]]
+    if not (ranks := [rank for rank in ranks if rank <= s.shape[1]]):
+        raise ValueError(f"no rank is at most d_model, {s.shape[1]}. Give ranks of 1 to {s.shape[1]}.")
 
     def made(rank: int, labels: Sequence[str], centre: Tensor | None = None) -> ConceptDirections:
         return concept_directions(operator, depth, rank, o[fit], labels, centre=centre)
@@ -228,6 +236,11 @@ def _divide(
         validation += order[:some]
         test += order[some : 2 * some]
         fit += order[2 * some :]
+    if len({int(prompts.object_ids[row]) for row in fit}) < 2:
+        raise ValueError(
+            f"the objects {sorted(by_name)} all begin with the same token, so no edit could be told from none. Take "
+            "objects of different first tokens."
+        )
     return fit, validation, test
 
 
@@ -241,13 +254,14 @@ def _edit_hits(
     scale: int | float,
     generator: np.random.Generator,
 ) -> tuple[int, int]:
-    """Edits towards a random other concept, and after how many the model says that concept's first token."""
-    old = [prompts.objects[row] for row in rows]
+    """Edits towards a random concept of another first token: after how many the model says that token, and how many."""
     first = dict(zip(prompts.objects, prompts.object_ids.tolist(), strict=True))
-    new = []
-    for name in old:
+    old, new = [], []
+    for row in rows:
+        name = prompts.objects[row]
         others = [other for other in directions.names if first[other] != first[name]]
-        new.append(others[int(generator.integers(len(others)))] if others else name)
+        old.append(name)
+        new.append(others[int(generator.integers(len(others)))])
     delta = directions.swap(states.at(directions.depth)[rows], old, new, scale=scale)
     said = edited_logits(model, prompts.take(rows), directions.depth, delta, end).argmax(-1)
     return int((said == torch.tensor([first[name] for name in new])).sum()), len(rows)

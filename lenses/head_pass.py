@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -168,8 +168,12 @@ def _save(path: Path, key: str, done: int, held: HeadSums) -> None:
 def _loaded(path: Path | None, key: str) -> tuple[int, tuple[str, ...], Any, Any]:
     if path is None or not path.is_file():
         return 0, (), None, None
-    with safe_open(path, framework="numpy") as held:
-        facts = held.metadata()
+    try:
+        opened = safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}). Delete it and run again.") from error
+    with opened as held:
+        facts = held.metadata() or {}
         if facts.get("key") != key:
             return 0, (), None, None
         return (

@@ -30,6 +30,7 @@ from microtome.capture.dissect import dissect
 from microtome.capture.fingerprint import new_fingerprint
 from microtome.capture.limits import length_limit, vocabulary_size
 from microtome.capture.models import LoadedModel
+from microtome.capture.running_model import running_model
 from microtome.capture.special_tokens import SpecialTokens
 from microtome.capture.untrained import untrained
 from microtome.lenses.corpus_pass import CorpusPass, corpus_pass
@@ -71,9 +72,10 @@ class HeadRoles:
     """What `head_roles` found.
 
     Attributes:
-        table: a row per layer and head. Columns: layer, head, kv_head, role (the most telling one, "" without),
-            roles (all, separated by spaces), each score with `_low` and `_high`, `fresh_` scores of the untrained
-            model, `induction_control`, `retrieval_control`, `pattern_variance`, `content_share`.
+        table: a row per layer and head (where blocks run several times, each run is a layer). Columns: layer, head,
+            kv_head, role (the most telling one, "" without), roles (all, separated by spaces), each score with `_low`
+            and `_high`, `fresh_` scores of the untrained model, `induction_control`, `retrieval_control`,
+            `pattern_variance`, `content_share`.
         thresholds: by role.
         provenance: model, texts, settings, counts.
     """
@@ -210,7 +212,10 @@ def _made_texts(
     """Repeated random tokens, needles, and the controls of both, as long as the model takes them."""
     special = SpecialTokens.of(loaded.tokenizer)
     unknown = {special.unknown_id} if special.unknown_id is not None else set()
-    ids = ordinary_ids(vocabulary_size(loaded.module) or 2, list(special.ids | unknown))
+    vocabulary = vocabulary_size(loaded.module) or 2
+    if loaded.tokenizer is not None:  # rows behind the tokenizer's last id only fill the matrix up
+        vocabulary = min(vocabulary, len(loaded.tokenizer))
+    ids = ordinary_ids(vocabulary, list(special.ids | unknown))
     first = plan.texts[0]
     bos = int(first.token_ids[0]) if bool(first.is_special[0]) else None
     limit = length_limit(loaded.module, loaded.tokenizer) or 2**30
@@ -219,7 +224,7 @@ def _made_texts(
         "induction": repeated_tokens(ids, copy=copy, count=count, seed=seed, bos=bos),
         "induction_control": unrepeated_tokens(ids, copy=copy, count=count, seed=seed, bos=bos),
     }
-    natural = [text.token_ids.tolist() for text in plan.texts]
+    natural = [text.token_ids[~text.is_special].tolist() for text in plan.texts]
     for name, with_needle in (("retrieval", True), ("retrieval_control", False)):
         made[name] = needle_texts(
             ids,
@@ -264,7 +269,10 @@ def _heads(plan: CorpusPass, sites: Sequence[Any], held: HeadSums) -> pd.DataFra
 
     see_calls(plan, len(plan.batches) - 1, see)
     heads = range(held.sums.shape[3])
-    rows = [(site.layer, head, head // groups[row]) for row, site in enumerate(sites) for head in heads]
+    layers = [site.layer for site in sites]
+    if len(set(layers)) < len(layers):  # shared blocks
+        layers = list(range(len(sites)))
+    rows = [(layer, head, head // groups[row]) for row, layer in enumerate(layers) for head in heads]
     return pd.DataFrame(rows, columns=["layer", "head", "kv_head"])
 
 
@@ -277,11 +285,9 @@ def _roles(row: pd.Series, bounds: Mapping[str, float]) -> list[str]:
 
 
 def _key(loaded: LoadedModel, plan: CorpusPass, made: Mapping[str, MarkedTexts], settings: tuple) -> str:
-    """Names the model's weights, the texts and the settings that sums depend on."""
+    """Names all of the model's weights and settings, the texts and the settings that sums depend on."""
     digest = new_fingerprint()
-    for parameter in loaded.module.parameters():
-        flat = parameter.detach().flatten()
-        digest.update(repr((tuple(parameter.shape), flat[:: max(1, len(flat) // 64)].tolist())).encode())
+    digest.update(repr(sorted(running_model(loaded.module).items())).encode())
     for text in plan.texts:
         digest.update(repr(text.token_ids.tolist()).encode())
     digest.update(repr([held.texts for held in made.values()]).encode())

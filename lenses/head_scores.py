@@ -15,11 +15,11 @@ the others. `output_norm` is NaN where the model does not offer `head_out`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from microtome.capture.anatomy import Anatomy
 from microtome.capture.output_weights import output_weights
 from microtome.capture.sites import Site
 from microtome.kernels.attention_statistics import KeyRule
@@ -84,9 +84,18 @@ def natural_scores(
             scores["output_norm"] = (norms, norms.mean(1, keepdim=True).expand_as(norms))
         elif is_written:
             scores["output_norm"] = (first * 0, counts * 0)
-        return {name: (above * counts, (below * counts).expand_as(first)) for name, (above, below) in scores.items()}
+        return _counted(scores, counts, first)
 
     return score
+
+
+def _counted(scores: Scored, counts: Tensor, like: Tensor) -> Scored:
+    """Sums and weights where queries count; what padding holds, NaN included, is no part of them."""
+    counted = counts.expand_as(like) > 0
+    return {
+        name: tuple(torch.where(counted, (part * counts).expand_as(like), 0) for part in parts)
+        for name, parts in scores.items()
+    }
 
 
 def marked_scores(made: MarkedTexts, name: str) -> Callable[[SeenCall], Scored]:
@@ -110,7 +119,7 @@ def marked_scores(made: MarkedTexts, name: str) -> Callable[[SeenCall], Scored]:
         }
         if made.targets.shape[1] > 1:
             scores[f"{name}_copied"] = (on_one, counts)
-        return {key: (above * counts, (below * counts).expand_as(on_one)) for key, (above, below) in scores.items()}
+        return _counted(scores, counts, on_one)
 
     return score
 
@@ -121,14 +130,10 @@ def _output_squares(plan: CorpusPass) -> Mapping[int, Tensor]:
     for row, site in enumerate(attention_sites(plan)):
         written = Site("head_out", site.layer, stack=site.stack, call=site.call)
         if written in plan.anatomy.taps and not site.stack:
-            weight = _weight(plan.module, plan.anatomy, site)
+            weights = output_weights(plan.module, layers=site.layer, anatomy=plan.anatomy)
+            weight = weights[replace(written, kind="z")].float()
             found[row] = weight @ weight.transpose(1, 2)
     return found
-
-
-def _weight(module: torch.nn.Module, anatomy: Anatomy, site: Site) -> Tensor:
-    [weight] = output_weights(module, layers=site.layer, anatomy=anatomy).values()
-    return weight.float()
 
 
 def _looks_ahead(on_self: Tensor, total: Tensor, is_first: Tensor, real: Tensor) -> bool:

@@ -72,7 +72,8 @@ class HeadWrites:
 def head_writes(model: nn.Module, site: Site, *, anatomy: Anatomy) -> HeadWrites:
     """Of the layer of `site`, a `head_out`. KeyError, IndexError where the model does not offer it."""
     tap = anatomy.tap(site)
-    ((z, weight),) = output_weights(model, layers=site.layer, anatomy=anatomy).items()
+    z = Site("z", site.layer, stack=site.stack, call=site.call)
+    weight = output_weights(model, layers=site.layer, anatomy=anatomy)[z]
     out = _write_site(anatomy, site)
     out_tap = anatomy.tap(out)
     try:

@@ -33,6 +33,7 @@ from microtome.capture.taps import taps
 from microtome.capture.text_source import TextSource, text_source
 from microtome.data.replaced_file import replaced_file
 from microtome.lenses.linear_map import LinearMap
+from microtome.lenses.made_for import facts_of
 from microtome.lenses.relations import stream_site
 
 SKIP_FIRST = 16
@@ -70,20 +71,23 @@ class JacobianLens:
             "jacobian",
             f"depth {depth}",
             "last stream",
-            facts={"texts": self.texts},
+            facts={**self.facts, "texts": self.texts},
         )
 
     def save(self, path: str | Path, *, dtype: torch.dtype = torch.float16) -> None:
         """Write the file that JacobianLens of TransformerLens and the reference read; float16 by default, as they do.
 
         Raises:
-            ValueError: depth 0, which that format has no place for.
+            ValueError: depth 0, which that format has no place for; numbers that are too large for the dtype.
         """
         if 0 in self.jacobians:
             raise ValueError("depth 0 is the stream before block 0, which this file cannot name. Fit depths from 1 on.")
         width = len(next(iter(self.jacobians.values())))
+        kept = {depth - 1: self.jacobians[depth].to(dtype) for depth in self.depths}
+        if lost := [block + 1 for block, matrix in kept.items() if not bool(torch.isfinite(matrix).all())]:
+            raise ValueError(f"the Jacobian of depth {lost[0]} does not fit into {dtype}. Give dtype=torch.float32.")
         payload = {
-            "J": {depth - 1: self.jacobians[depth].to(dtype) for depth in self.depths},
+            "J": kept,
             "n_prompts": self.texts,
             "source_layers": [depth - 1 for depth in self.depths],
             "d_model": width,
@@ -110,6 +114,7 @@ class JacobianLens:
         return cls(jacobians, int(payload["n_prompts"]), facts=dict(payload.get("metadata") or {}))
 
 
+@torch.inference_mode(False)
 def jacobian_lens(
     model: LoadedModel | nn.Module,
     texts: Any,
@@ -131,9 +136,12 @@ def jacobian_lens(
         rows: copies of the text that run at once, each with the gradient of another output.
 
     Raises:
-        ValueError: depths out of range, negative skip_first, rows below 1, or no text longer than skip_first + 1.
+        ValueError: depths out of range, negative skip_first, rows below 1, no text longer than skip_first + 1, a module
+            in training mode, or a text whose derivatives are not finite.
     """
     module = model.module if isinstance(model, LoadedModel) else model
+    if module.training:
+        raise ValueError(f"{type(module).__name__} is in training mode. Call model.eval() first.")
     loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model, name=type(model).__name__)
     anatomy = dissect(module) if anatomy is None else anatomy
     count = len(anatomy.blocks)
@@ -148,18 +156,21 @@ def jacobian_lens(
     if not isinstance(source, TextSource):
         raise ValueError("A Jacobian lens needs texts, whose tokens have positions; these are ready inputs.")
     encoded = source.encode(0, len(source)).rows
-    usable = [text.token_ids for text in encoded if text.length > skip_first + 1]
+    usable = {row: text.token_ids for row, text in enumerate(encoded) if text.length > skip_first + 1}
     if not usable:
         raise ValueError(f"no text has more than {skip_first + 1} tokens. Give longer texts or a smaller skip_first.")
     total = torch.zeros(len(depths), anatomy.d_model, anatomy.d_model, dtype=torch.float64)
-    for ids in tqdm(usable, desc="Jacobian lens", disable=not progress):
-        total += _mean_jacobians(module, anatomy, ids, depths, skip_first, min(rows, anatomy.d_model)).double()
+    for row, ids in tqdm(usable.items(), desc="Jacobian lens", disable=not progress):
+        one = _mean_jacobians(module, anatomy, ids, depths, skip_first, min(rows, anatomy.d_model)).double()
+        if not bool(torch.isfinite(one).all()):
+            raise ValueError(f"text {row} gives NaN or infinity. Load the model in float32, or leave that text out.")
+        total += one
     mean = (total / len(usable)).float()
     return JacobianLens(
         {depth: mean[number] for number, depth in enumerate(depths)},
         len(usable),
         len(encoded) - len(usable),
-        {"model_name": loaded.provenance.name, "skip_first_positions": skip_first},
+        {"model_name": loaded.provenance.name, **facts_of(loaded), "skip_first_positions": skip_first},
     )
 
 

@@ -4,11 +4,12 @@
     The capital of France is          -> the subject's last token, and the first token of "Paris"
 
 Each example stands on a line of its own, followed by a newline. A pair is never an example of its own prompt. The
-object begins after a space, unless the template ends with a quotation mark or a space.
+object begins after a space, unless the template ends with a quotation mark or a space. The subject's last token is the
+last of those that hold its last character: byte-level tokenizers cut one character into several tokens.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class RelationPrompts:
         object_ids: the first token of each object as it follows the prompt.
         subjects, objects: the pairs.
         texts: the prompts as text.
+        template, examples: as given, "" and none where unknown.
     """
 
     ids: list[list[int]]
@@ -37,6 +39,8 @@ class RelationPrompts:
     subjects: list[str]
     objects: list[str]
     texts: list[str]
+    template: str = ""
+    examples: tuple[tuple[str, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -47,7 +51,16 @@ class RelationPrompts:
         index = torch.tensor(rows, dtype=torch.long)
         parts = (self.ids, self.subjects, self.objects, self.texts)
         ids, subjects, objects, texts = ([part[row] for row in rows] for part in parts)
-        return RelationPrompts(ids, self.subject_place[index], self.object_ids[index], subjects, objects, texts)
+        places, object_ids = self.subject_place[index], self.object_ids[index]
+        return replace(
+            self,
+            ids=ids,
+            subject_place=places,
+            object_ids=object_ids,
+            subjects=subjects,
+            objects=objects,
+            texts=texts,
+        )
 
 
 def relation_prompts(
@@ -81,13 +94,13 @@ def relation_prompts(
     head, tail = template.split("{subject}")
     rows, places, objects, texts = [], [], [], []
     for subject, thing in pairs:
-        shots = [template.format(subject=s) + joint + o + "\n" for s, o in examples if s != subject]
+        shots = [template.replace("{subject}", s) + joint + o + "\n" for s, o in examples if s != subject]
         start = "".join(shots) + head
         text = start + subject + tail
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         last = len(start) + len(subject) - 1
-        place = next((i for i, (first, stop) in enumerate(offsets) if first <= last < stop), None)
+        place = max((i for i, (first, stop) in enumerate(offsets) if first <= last < stop), default=None)
         whole = list(tokenizer(text + joint + thing, add_special_tokens=False)["input_ids"])
         if place is None or whole[: len(ids)] != ids or len(whole) <= len(ids):
             raise ValueError(f"the pair ({subject!r}, {thing!r}) does not continue {text!r} by tokens of its own.")
@@ -96,5 +109,12 @@ def relation_prompts(
         objects.append(whole[len(ids)])
         texts.append(text)
     return RelationPrompts(
-        rows, torch.tensor(places), torch.tensor(objects), [s for s, _ in pairs], [o for _, o in pairs], texts
+        rows,
+        torch.tensor(places),
+        torch.tensor(objects),
+        [s for s, _ in pairs],
+        [o for _, o in pairs],
+        texts,
+        template,
+        tuple((str(s), str(o)) for s, o in examples),
     )

@@ -18,8 +18,9 @@ model LRE is exact at depth 0 alone. Half precision makes J noise: load the mode
 compared.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.tap_plan import Read
 from microtome.capture.taps import taps
 from microtome.lenses.linear_map import LinearMap
+from microtome.lenses.made_for import facts_of
 from microtome.lenses.relation_prompts import RelationPrompts
 from microtome.lenses.shared_prefix import SharedPrefix, common_prefix, shared_prefix
 from microtome.lenses.unembedding import Unembedding
@@ -80,13 +82,15 @@ class RelationOperator:
         jacobian: J: row i is the gradient of o_i.
         bias: b.
         examples: subjects averaged over.
+        facts: name, weights and dtype of the model, its number of `layers`, depth `target` of o, template, pairs and
+            prompts averaged over; JSON values.
     """
 
     depths: tuple[int, ...]
     jacobian: Float[Tensor, "depth d_model d_model"]
     bias: Float[Tensor, "depth d_model"]
     examples: tuple[str, ...] = ()
-    facts: dict = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(
         self, subject: Float[Tensor, "*any d_model"], depth: int, *, beta: int | float = 1.0
@@ -96,11 +100,12 @@ class RelationOperator:
         return beta * subject @ self.jacobian[place].T + self.bias[place]
 
     def linear_map(self, depth: int, *, beta: int | float = 1.0) -> LinearMap:
-        """The same as a map between sites, for row vectors."""
-        place = self._place(depth)
-        facts = {"beta": float(beta), "examples": list(self.examples)}
+        """The same as a map between sites, for row vectors; its facts are those here, and depth, beta and examples."""
+        place, end = self._place(depth), self.facts.get("target")
+        target = "last stream" if end in (None, self.facts.get("layers")) else f"depth {end}"
+        facts = {**self.facts, "depth": int(depth), "beta": float(beta), "examples": list(self.examples)}
         return LinearMap(
-            beta * self.jacobian[place].T, self.bias[place], "relation", f"depth {depth}", "last stream", facts=facts
+            beta * self.jacobian[place].T, self.bias[place], "relation", f"depth {depth}", target, facts=facts
         )
 
     def inverse(self, depth: int, rank: int) -> Float[Tensor, "d_model d_model"]:
@@ -162,6 +167,7 @@ def relation_states(
     return RelationStates(tuple(depths), torch.stack(subject, 1), torch.stack(objects), said, prompts.object_ids)
 
 
+@torch.inference_mode(False)
 def relation_operator(
     model: LoadedModel | nn.Module,
     prompts: RelationPrompts,
@@ -181,7 +187,8 @@ def relation_operator(
         rows: outputs per backward; memory grows with it.
 
     Raises:
-        ValueError: no prompts or depths, a depth that is not there, or a prompt whose subject does not reach o.
+        ValueError: no prompts or depths, a depth that is not there, a prompt whose subject does not reach o, a module
+            in training mode, or derivatives that are not finite.
     """
     module = model.module if isinstance(model, LoadedModel) else model
     anatomy = dissect(module) if anatomy is None else anatomy
@@ -195,9 +202,23 @@ def relation_operator(
     bias = torch.zeros(len(depths), anatomy.d_model, dtype=torch.float64)
     for number in tqdm(range(len(prompts)), desc="Jacobians", disable=not progress):
         one, s, o = _jacobians(module, anatomy, prompts, number, depths, target, rows)
+        if not bool(torch.isfinite(one).all() & torch.isfinite(s).all() & torch.isfinite(o).all()):
+            raise ValueError(
+                f"the prompt {prompts.texts[number]!r} gives NaN or infinity. Load the model in float32, or leave that "
+                "pair out."
+            )
         jacobian += one.double() / len(prompts)
         bias += (o.double() - torch.einsum("dij,dj->di", one.double(), s.double())) / len(prompts)
-    return RelationOperator(tuple(depths), jacobian.float(), bias.float(), tuple(prompts.subjects))
+    facts = {
+        **facts_of(model),
+        "dtype": "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})),
+        "layers": len(anatomy.blocks),
+        "target": target,
+        "template": prompts.template,
+        "pairs": [[s, o] for s, o in zip(prompts.subjects, prompts.objects, strict=True)],
+        "prompts": list(prompts.texts),
+    }
+    return RelationOperator(tuple(depths), jacobian.float(), bias.float(), tuple(prompts.subjects), facts)
 
 
 def edited_logits(
@@ -274,7 +295,8 @@ def _jacobians(
     end = tape[final]
     below = list(dict.fromkeys(sites))
     found = {site: end.new_zeros(width, width, dtype=torch.float32) for site in below}
-    last = end[:, -1]
+    with torch.enable_grad():
+        last = end[:, -1]
     for first in range(0, width, rows):
         outputs = torch.arange(first, min(first + rows, width), device=end.device)
         wanted = torch.zeros_like(last)

@@ -23,6 +23,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
 from microtome.lenses.lens import Lens, depths_of, logit_lens_of
 from microtome.lenses.linear_map import LinearMap
+from microtome.lenses.made_for import facts_of, weights_of
 from microtome.lenses.tuned_files import read_folder, read_published_folder, write_folder
 
 
@@ -133,17 +134,6 @@ def zero_tuned_lens(model: LoadedModel | nn.Module) -> TunedLens:
     """All translators zero: the logit lens."""
     depths = depths_of(model)[:-1]
     width = logit_lens_of(model).unembedding.weight.shape[1]
-    facts = {"weight_sha256": weights_of(model), "model": name_of(model), "layers": len(depths)}
+    facts = facts_of(model) | {"layers": len(depths)}
     zeros = torch.zeros(len(depths), width, width)
     return TunedLens(tuple(map(str, depths)), zeros, torch.zeros(len(depths), width), facts=facts)
-
-
-def weights_of(model: LoadedModel | nn.Module) -> str:
-    """SHA-256 of the model's weights, as its provenance says it."""
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model, name=type(model).__name__)
-    return loaded.provenance.weight_sha256
-
-
-def name_of(model: LoadedModel | nn.Module) -> str:
-    """The name it was loaded by, or its class."""
-    return model.provenance.name if isinstance(model, LoadedModel) else type(model).__name__

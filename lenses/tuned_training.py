@@ -37,7 +37,8 @@ from microtome.lenses.corpus_pass import Chunk, CorpusPass, corpus_pass
 from microtome.lenses.documents import document_numbers
 from microtome.lenses.lens import depths_of
 from microtome.lenses.linear_map import LinearMap
-from microtome.lenses.tuned_lens import TunedLens, name_of, weights_of
+from microtome.lenses.made_for import name_of, weights_of
+from microtome.lenses.tuned_lens import TunedLens
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 CHECKPOINT = "training.safetensors"

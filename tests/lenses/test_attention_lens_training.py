@@ -337,3 +337,33 @@ def test_a_model_without_heads_to_read_is_refused(models, tiny) -> None:
         lens_rows(tiny("bert"), [[5, 6, 7]], 1)
     with pytest.raises((IndexError, KeyError)):
         lens_rows(models["llama"], [[5, 6, 7]], 9)
+
+
+def test_a_lens_knows_whose_it_is(models, tiny, word_tokenizer, tmp_path) -> None:
+    """Shapes and even rows may be another model's too: an unembedding that was changed is another teacher."""
+    settings = {"steps": 4, "evaluate_every": 2, "seed": 1}
+    run = train_attention_lens(models["llama"], TEXTS, 1, folder=tmp_path, **settings)
+    assert run.lens.facts["weight_sha256"] == models["llama"].provenance.weight_sha256
+    changed = tiny("llama")
+    with torch.no_grad():
+        changed.lm_head.weight.neg_()
+    other = LoadedModel.from_module(changed, word_tokenizer, name="other")
+    with pytest.raises(ValueError, match="is of other weights"):
+        train_attention_lens(other, TEXTS, 1, folder=tmp_path, **settings)
+    for use in (
+        lambda: load_attention_lens(tmp_path / "lens.safetensors").decode(other, TEXTS[:1]),
+        lambda: causal_agreement(other, run.lens, TEXTS[:2]),
+    ):
+        with pytest.raises(ValueError, match="the lens was made for weights"):
+            use()
+    with pytest.raises(ValueError, match="a shard of rows was made for weights"):
+        fit_attention_lens(other, lens_rows(models["llama"], TEXTS, 1).split())
+    with pytest.raises(ValueError, match="max_rows=0"):
+        lens_rows(other, TEXTS, 1, max_rows=0)
+
+
+def test_a_stream_of_nan_is_told(models, shards) -> None:
+    rows = shards["llama"]
+    broken = replace(rows["test"], stream=rows["test"].stream * torch.nan)
+    with pytest.raises(ValueError, match="shard 'test' holds NaN or infinity in stream"):
+        fit_attention_lens(models["llama"], rows | {"test": broken}, mode="residual", start="zero")

@@ -106,3 +106,33 @@ def test_a_relation_of_one_subject_to_an_object_has_no_concepts(tiny, word_token
     operator = RelationOperator((1,), torch.eye(32)[None], torch.zeros(1, 32))
     with pytest.raises(ValueError, match="0 objects have three subjects that the model knows"):
         concept_study(model, pairs, template, operator, 1)
+
+
+def test_an_operator_of_another_model_or_target_is_told(tiny, word_tokenizer):
+    model, other = (LoadedModel.from_module(tiny("llama", seed=n), word_tokenizer, name=str(n)) for n in (0, 1))
+    template, pairs = "the {subject} is a", [(word, WORDS[0]) for word in WORDS]
+    operator = relation_operator(model, relation_prompts(model, pairs[:1], template), [1], target=2)
+    with pytest.raises(ValueError, match="the operator was made for weights"):
+        concept_study(other, pairs, template, operator, 1, target=2)
+    with pytest.raises(ValueError, match=r"o is at depth 2, target is None\. Give target=2"):
+        concept_study(model, pairs, template, operator, 1)
+
+
+def test_objects_of_one_first_token_cannot_be_edited_into_each_other(tiny, word_tokenizer, monkeypatch):
+    """An edit of nothing would say the new object's token each time."""
+    module = importlib.import_module("microtome.lenses.concept_directions")
+    real = module.relation_states
+
+    def all_known(*arguments, **settings):
+        states = real(*arguments, **settings)
+        return type(states)(states.depths, states.subject, states.object, states.wanted, states.wanted)
+
+    monkeypatch.setattr(module, "relation_states", all_known)
+    model = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="tiny")
+    pairs = [(word, ("old cat", "old dog")[number % 2]) for number, word in enumerate(WORDS)]
+    operator = RelationOperator((1,), torch.eye(32)[None], torch.zeros(1, 32))
+    with pytest.raises(ValueError, match="all begin with the same token"):
+        concept_study(model, pairs, "the {subject} is a", operator, 1)
+    pairs = [(word, ("cat", "dog")[number % 2]) for number, word in enumerate(WORDS)]
+    with pytest.raises(ValueError, match="no rank is at most d_model, 32"):
+        concept_study(model, pairs, "the {subject} is a", operator, 1, ranks=(64,))

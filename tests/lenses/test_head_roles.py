@@ -364,3 +364,46 @@ def test_the_detector_of_transformer_lens_agrees(tiny, kind, tmp_path, word_toke
     for number, name in enumerate(names):
         theirs = detect_head(bridge, text, name).double()
         torch.testing.assert_close(ours[:, number] / total, theirs, atol=1e-5, rtol=0, msg=name)
+
+
+def test_one_changed_weight_is_another_model_to_a_checkpoint(tiny, tmp_path):
+    model, texts = tiny("llama"), [[5] * 20, [6] * 20]
+    options = QUICK | {"with_fresh": False, "checkpoint": tmp_path}
+    before = roles_of(model, texts, **options).table
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] *= -3  # one row of many
+        model.model.embed_tokens.weight[6] *= -3
+    fresh = roles_of(model, texts, **QUICK | {"with_fresh": False}).table
+    assert not fresh["largest"].equals(before["largest"])
+    assert roles_of(model, texts, **options).table.equals(fresh)
+    (tmp_path / "natural.safetensors").write_bytes(b"half a file")
+    with pytest.raises(ValueError, match=r"natural\.safetensors is damaged"):
+        roles_of(model, texts, **options)
+
+
+def test_rows_behind_the_tokenizers_vocabulary_are_not_drawn(tiny, word_tokenizer):
+    from microtome.capture.models import LoadedModel
+
+    seen = []
+
+    def spy(made, name):
+        seen.append(made)
+        return marked_scores(made, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["microtome.lenses.head_roles"], "marked_scores", spy)
+        loaded = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="tiny")
+        roles_of(loaded, drawn_texts(), with_fresh=False, **QUICK)
+    assert len(word_tokenizer) < 120
+    assert max(max(text) for made in seen for text in made.texts) < len(word_tokenizer)
+
+
+def test_a_block_that_runs_several_times_is_a_layer_each_time():
+    from tiny_families import built
+
+    model, texts = built("albert"), drawn_texts()
+    found = roles_of(model, texts, with_fresh=False, **QUICK).table
+    assert found["layer"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    expected = by_hand(model, texts)
+    np.testing.assert_allclose(found["previous"].to_numpy().reshape(3, 4), expected["previous"], atol=2e-5)
+    assert found["output_norm"].notna().all()

@@ -145,3 +145,23 @@ def test_agreement_with_transformer_lens(tiny, word_tokenizer, tmp_path):
     assert theirs.texts == lens.texts == 2
     for depth in lens.depths:
         torch.testing.assert_close(theirs.jacobians[depth], lens.jacobians[depth], atol=1e-4, rtol=1e-3)
+
+
+def test_what_would_be_noise_or_lost_is_refused(tiny, word_tokenizer, tmp_path):
+    from microtome.capture.models import LoadedModel
+
+    loaded = LoadedModel.from_module(tiny("gpt2"), word_tokenizer, name="tiny")
+    lens = jacobian_lens(loaded, TEXTS, skip_first=3)
+    assert lens.translator(1).facts["weight_sha256"] == loaded.provenance.weight_sha256
+    with torch.inference_mode():
+        assert torch.equal(jacobian_lens(loaded, TEXTS, skip_first=3).jacobians[1], lens.jacobians[1])
+    with pytest.raises(ValueError, match=r"depth 1 does not fit into torch.float16"):
+        JacobianLens({1: 1e6 * torch.eye(2)}, 1).save(tmp_path / "lens.pt")
+    loaded.module.train()
+    with pytest.raises(ValueError, match="in training mode"):
+        jacobian_lens(loaded, TEXTS, skip_first=3)
+    loaded.module.eval()
+    with torch.no_grad():
+        loaded.module.transformer.wte.weight[TEXTS[1][0]] = torch.nan
+    with pytest.raises(ValueError, match="text 1 gives NaN or infinity"):
+        jacobian_lens(loaded, TEXTS, skip_first=3)

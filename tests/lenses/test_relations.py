@@ -209,3 +209,87 @@ def test_wilson_intervals_are_those_of_scipy():
         expected = binomtest(hits, count).proportion_ci(method="wilson")
         assert np.allclose(wilson_interval(hits, count), (expected.low, expected.high), atol=1e-9)
     assert np.isnan(wilson_interval(0, 0)).all()
+
+
+def test_the_last_token_of_a_subject_is_its_last_byte():
+    """A byte-level tokenizer cuts one character into several tokens, all with the offsets of that character."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    prompts = relation_prompts(tokenizer, [("北京", "b"), ("Łódź", "b")], "of {subject} is")
+    assert prompts.subject_place.tolist() == [-4, -4]  # " is" is three bytes
+
+
+def test_examples_are_written_as_the_prompt_is(word_tokenizer):
+    prompts = relation_prompts(word_tokenizer, PAIRS[:2], "{{x}} {y} {subject} is", examples=PAIRS[:2])
+    assert prompts.texts[0] == "{{x}} {y} bird is tree\n{{x}} {y} cat is"
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "bamba", "granitemoehybrid", "qwen3_next"])
+def test_a_cache_that_does_not_go_on_is_not_used(family):
+    from tiny_families import built
+
+    model = built(family)
+    ids = torch.arange(4, 30).reshape(2, 13)
+    ids[1, :9] = ids[0, :9]
+    prefix = shared_prefix(model, ids[0, :9].tolist())
+    with torch.no_grad():
+        for rows in (ids, ids[:1]):
+            whole = model(input_ids=rows, use_cache=False).logits[:, -4:]
+            found = prefix.run(rows[:, 9:]).logits[:, -4:]
+            torch.testing.assert_close(found, whole, atol=2e-5, rtol=1e-3)
+
+
+def test_dropout_is_refused(loaded):
+    model = loaded("gpt2")
+    prompts, end = relation_prompts(model, PAIRS, TEMPLATE), unembedding_of(model)
+    model.module.train()
+    for run in (
+        lambda: relation_operator(model, prompts, [0]),
+        lambda: relation_states(model, prompts, [0], end),
+        lambda: edited_logits(model, prompts, 0, torch.zeros(5, 32), end),
+    ):
+        with pytest.raises(ValueError, match="in training mode"):
+            run()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_taken_where_none_are_asked_for(loaded, mode):
+    model = loaded("llama")
+    prompts = relation_prompts(model, PAIRS[:1], TEMPLATE)
+    expected = relation_operator(model, prompts, [1]).jacobian
+    with mode():
+        found = relation_operator(model, prompts, [1]).jacobian
+    assert torch.equal(found, expected)
+
+
+def test_a_saved_map_says_what_it_was_fitted_on(loaded, tmp_path):
+    from microtome.lenses.linear_map import LinearMap
+
+    model = loaded("llama")
+    prompts = relation_prompts(model, PAIRS[:2], TEMPLATE, examples=PAIRS[:2])
+    for target, name in ((None, "last stream"), (2, "depth 2")):
+        operator = relation_operator(model, prompts.take([1, 0]), [1], target=target)
+        operator.linear_map(1, beta=2.0).save(tmp_path / name)
+        again = LinearMap.load(tmp_path / name)
+        assert again.target == name
+        assert again.facts["weight_sha256"] == model.provenance.weight_sha256
+        assert (again.facts["model"], again.facts["dtype"], again.facts["layers"]) == ("llama", "float32", 3)
+        assert (again.facts["template"], again.facts["depth"], again.facts["beta"]) == (TEMPLATE, 1, 2.0)
+        assert again.facts["target"] == (target or 3)
+        assert again.facts["pairs"] == [list(PAIRS[1]), list(PAIRS[0])]
+        assert again.facts["prompts"] == [prompts.texts[1], prompts.texts[0]]
+
+
+def test_what_is_not_finite_is_told(loaded):
+    model = loaded("llama")
+    prompts = relation_prompts(model, PAIRS[:1], TEMPLATE)
+    relation_operator(model, prompts, [0])
+    with torch.no_grad():
+        model.module.model.embed_tokens.weight[int(prompts.ids[0][0])] = torch.nan
+    with pytest.raises(ValueError, match="'the cat is a' gives NaN or infinity"):
+        relation_operator(model, prompts, [0])
