@@ -53,7 +53,7 @@ def leaves(found, rule, tau, depth, token) -> bool:
         tops = found.top_ids[max(0, depth - int(min(tau, 99)) + 1) : depth + 1, token, 0]
         return depth + 1 >= tau and len(set(tops)) == 1
     name = {"kl": "kl_previous"}.get(rule, rule)
-    value = getattr(found, name)[depth, token]
+    value = np.round(getattr(found, name)[depth, token], 6)
     return value <= tau if rule in ("entropy", "kl") else value >= tau
 
 
