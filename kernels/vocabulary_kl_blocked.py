@@ -56,8 +56,10 @@ class LensLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Float[Tensor, "depth token"]) -> tuple[Tensor | None, ...]:
+    @once_differentiable  # its type makes the parameters positional
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Float[Tensor, "depth token"]
+    ) -> tuple[Tensor | None, ...]:
         """The kept gradient times what comes from above."""
         (above,), (gradient,) = grad_outputs, ctx.saved_tensors
         return (above[..., None].to(gradient.dtype) * gradient, *[None] * 6)
@@ -181,8 +183,10 @@ class LearnedLoss(torch.autograd.Function):
         return (gap - lse[0] + lse[1]).clamp(min=0).to(teacher.dtype)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Float[Tensor, " token"]) -> tuple[Tensor | None, ...]:
+    @once_differentiable  # its type makes the parameters positional
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Float[Tensor, " token"]
+    ) -> tuple[Tensor | None, ...]:
         """Second sweep: u = above (q - p) in tiles; dM = u^T features, dc = sum u, dfeatures = u M."""
         features, learned_weight, learned_bias, final, lse = ctx.saved_tensors
         teacher, rows, block = ctx.settings
