@@ -28,6 +28,7 @@ from microtome.capture.tap_plan import Edit, EditFunction, SiteName
 from microtome.data.free_memory import free_memory
 from microtome.lenses.corpus_pass import Chunk, corpus_pass
 from microtome.lenses.documents import document_numbers
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 # "last", "all" or "every"; told by a message of ours, so not a Literal
@@ -60,6 +61,8 @@ class LensRows:
     targets: Int64[Tensor, " token"]
     document: Int64[Tensor, " token"]
     weight_sha256: str = ""
+
+    __repr__ = short_repr
 
     def __len__(self) -> int:
         return len(self.mixed)

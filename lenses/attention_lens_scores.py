@@ -25,6 +25,7 @@ from microtome.lenses.attention_lens import CAVEAT, LEAST_PROBABILITY, Attention
 from microtome.lenses.attention_lens_loss import block_kl, residual_scores, teacher_blocks
 from microtome.lenses.attention_lens_rows import LensRows, lens_rows
 from microtome.lenses.made_for import require_same_weights
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
@@ -190,6 +191,8 @@ class CausalAgreement:
     spearman: Float[Tensor, " token"]
     lens_logit: Float[Tensor, "token head"]
     logit_fall: Float[Tensor, "token head"]
+
+    __repr__ = short_repr
 
     @property
     def mean(self) -> float:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from microtome.lenses.map_scores import WHITENING_FLOOR
 from microtome.lenses.pair_moments import PairMoments, is_measured
+from microtome.lenses.short_repr import short_repr
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,8 @@ class CanonicalCorrelations:
     width_x: int
     width_y: int
     count: int
+
+    __repr__ = short_repr
 
     @property
     def tokens_per_channel(self) -> float:

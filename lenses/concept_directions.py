@@ -31,6 +31,7 @@ from microtome.lenses.relations import (
     relation_states,
     wilson_interval,
 )
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 RANKS = (16, 48, 96, 200)
@@ -53,6 +54,8 @@ class ConceptDirections:
     counts: tuple[int, ...]
     depth: int
     centre: Float[Tensor, " d_model"]
+
+    __repr__ = short_repr
 
     def scores(self, subject: Float[Tensor, "example d_model"]) -> Float[Tensor, "example concept"]:
         """v . (s - centre)."""
@@ -135,6 +138,8 @@ class ConceptStudy:
     rank: int
     table: pd.DataFrame
     choice: pd.DataFrame
+
+    __repr__ = short_repr
 
 
 def concept_study(

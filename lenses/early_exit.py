@@ -23,6 +23,7 @@ import pandas as pd
 from jaxtyping import Bool, Float, Int
 
 from microtome.lenses.lens_statistics import LensStatistics
+from microtome.lenses.short_repr import short_repr
 
 RULES = ("gap", "max_prob", "entropy", "patience", "kl")
 TARGETS = (0.90, 0.95, 0.99)
@@ -44,6 +45,8 @@ class EarlyExits:
 
     table: pd.DataFrame
     curves: pd.DataFrame
+
+    __repr__ = short_repr
 
     def to_frame(self) -> pd.DataFrame:
         """The table."""

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
+from microtome.lenses.short_repr import short_repr
+
 LIMIT = 1e-4
 HALF_LIMIT = 2e-2
 
@@ -39,6 +41,8 @@ class FrozenNorm:
     eps: float
     is_centred: bool
     error: float = 0.0
+
+    __repr__ = short_repr
 
     def centred(self, x: Float[Tensor, "*any d_model"]) -> Float64[Tensor, "*any d_model"]:
         """x without its mean over coordinates for LayerNorm, x itself for RMSNorm."""

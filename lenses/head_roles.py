@@ -40,6 +40,7 @@ from microtome.lenses.head_scores import marked_scores, natural_scores
 from microtome.lenses.head_sums import HeadSums
 from microtome.lenses.head_texts import MarkedTexts, needle_texts, ordinary_ids, repeated_tokens, unrepeated_tokens
 from microtome.lenses.pattern_variance import pattern_variance
+from microtome.lenses.short_repr import short_repr
 
 WINDOWS = (16, 64, 256)
 FIRST_QUERY = 8
@@ -83,6 +84,8 @@ class HeadRoles:
     table: pd.DataFrame
     thresholds: Mapping[str, float]
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     def to_frame(self) -> pd.DataFrame:
         """The table."""

@@ -19,6 +19,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.output_weights import output_weights
 from microtome.capture.sites import Site
 from microtome.lenses.frozen_norm import FrozenNorm
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.stream_terms import last_map
 
 _LIMIT = 1e-3
@@ -42,6 +43,8 @@ class HeadWrites:
     bias: Float[Tensor, " d_model"] | None
     norm: FrozenNorm | None
     factor: float | Tensor
+
+    __repr__ = short_repr
 
     @property
     def reads(self) -> tuple[Site, Site]:

@@ -35,6 +35,7 @@ from microtome.data.replaced_file import replaced_file
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.made_for import facts_of
 from microtome.lenses.relations import stream_site
+from microtome.lenses.short_repr import short_repr
 
 SKIP_FIRST = 16
 
@@ -54,6 +55,8 @@ class JacobianLens:
     texts: int
     left_out: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     @property
     def depths(self) -> list[int]:

@@ -26,6 +26,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
 from microtome.lenses.frozen_norm import FrozenNorm, frozen_norm
 from microtome.lenses.head_writes import HeadWrites, head_writes
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 Translator = Callable[[Tensor], Tensor]
@@ -53,6 +54,8 @@ class Lens:
     gain: FrozenNorm | None = None
     heads: Mapping[Site, HeadWrites] = field(default_factory=dict)
     coefficients: Mapping[Site, float | Tensor] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     @property
     def reads(self) -> tuple[Site, ...]:

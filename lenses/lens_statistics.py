@@ -136,9 +136,12 @@ class LensStatistics:
         agrees, max_prob, target_in_top: the mean, `_low`, `_high`; NaN intervals with fewer than two documents.
 
         Raises:
-            ValueError: no token is left.
+            ValueError: no token is left, or another word for sinks.
         """
-        rows = {"without": ~self.is_sink, "with": np.ones_like(self.is_sink), "alone": self.is_sink}[sinks]
+        kinds = {"without": ~self.is_sink, "with": np.ones_like(self.is_sink), "alone": self.is_sink}
+        if sinks not in kinds:
+            raise ValueError(f"sinks is {sinks!r}. Give one of {', '.join(kinds)}.")
+        rows = kinds[sinks]
         if not rows.any():
             raise ValueError(f"no token is left ({sinks} sinks, {len(rows)} tokens). Give longer texts.")
         kept = self.at(rows)

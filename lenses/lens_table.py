@@ -18,6 +18,7 @@ from microtome.figures.lens_table import lens_table as lens_table_figure
 from microtome.lenses.attribution_rows import token_numbers
 from microtome.lenses.lens import Lens, logit_lens_of
 from microtome.lenses.lens_statistics import LensStatistics, lens_statistics
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import unembedding_of
 
@@ -35,6 +36,8 @@ class LensTable:
 
     table: pd.DataFrame
     statistics: dict[str, LensStatistics]
+
+    __repr__ = short_repr
 
     def to_frame(self) -> pd.DataFrame:
         """The table."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.safetensors_file import write_safetensors
 from microtome.data.replaced_file import replaced_file
+from microtome.lenses.short_repr import short_repr
 
 _FORMAT = 1
 
@@ -47,6 +48,8 @@ class LinearMap:
     strength: float | None = None
     rank: int | None = None
     facts: Mapping[str, object] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.weight.ndim != 2 or self.intercept.shape != self.weight.shape[1:]:

@@ -25,6 +25,7 @@ from microtome.lenses.map_scores import increment_total, map_scores, reference
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.pair_splits import SHARDS, MomentSource, PairSplits, pair_splits, pairs_held
 from microtome.lenses.ridge_map import ridge_map
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.simple_maps import procrustes_map
 from microtome.lenses.source_basis import SourceBasis, source_basis
 
@@ -41,6 +42,8 @@ class Linearity:
     """
 
     table: pd.DataFrame
+
+    __repr__ = short_repr
 
     def to_frame(self) -> pd.DataFrame:
         """One row per pair and stratum."""

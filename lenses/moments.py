@@ -14,7 +14,7 @@ float64 values where increments are below a thousandth of the stream.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -23,6 +23,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from microtome.lenses.document_shards import SHARES, DocumentShards
+from microtome.lenses.documents import document_numbers
 from microtome.lenses.moment_cells import MomentCell
 from microtome.lenses.moments_estimate import MomentsEstimate, estimate_moments, products_bytes
 from microtome.lenses.pair_moments import NoRows, PairMoments
@@ -262,6 +263,17 @@ class Moments:
     def count(self, shard: str | Sequence[str] | None = None, stratum: Stratum = "rest") -> int:
         """Tokens there."""
         return sum(cell.count for cell in self._chosen(shard, stratum))
+
+    def shard_of(self, documents: Iterable[Any]) -> list[str]:
+        """The shard that each document (name or number) is in, or would be in. Raises KeyError for one that shards
+        listed by text do not name."""
+        known = list(documents)
+        return [self.shards[n] for n in self.split.numbers(document_numbers(known, len(known)).tolist())]
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{name} {self.count(name, 'all'):,}" for name in self.shards)
+        held = f"{len(self.sites)} sites, {self.pairs.pairs} pairs; {len(self.documents)} documents"
+        return f"Moments({held}, tokens: {counts})"
 
     def counts(self) -> pd.DataFrame:
         """One row per shard: its tokens by reason (rest, first, special, massive); unmatched: without a partner."""

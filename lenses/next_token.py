@@ -27,6 +27,7 @@ from microtome.capture.sites import Site
 from microtome.capture.tap_plan import Edit, EditFunction, SiteName
 from microtome.kernels.vocabulary_statistics import vocabulary_cross_entropy, vocabulary_statistics
 from microtome.lenses.corpus_pass import Chunk, CorpusPass, corpus_pass
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.unembedding import Unembedding, unembedding_of
 
 Edits = Mapping[SiteName, EditFunction | Edit]
@@ -55,6 +56,8 @@ class NextTokenKl:
     clean_nll: Float[Tensor, " row"]
     edited_nll: Float[Tensor, " row"]
 
+    __repr__ = short_repr
+
     def to_frame(self) -> pd.DataFrame:
         """A row per position."""
         return _frame(vars(self))
@@ -80,6 +83,8 @@ class TextNll:
     token_id: Int64[Tensor, " row"]
     nll: Float[Tensor, " row"]
     texts: int
+
+    __repr__ = short_repr
 
     @property
     def nats(self) -> Float[Tensor, " text"]:

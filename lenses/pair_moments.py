@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from microtome.lenses.short_repr import short_repr
+
 
 class NoRows(ValueError):
     """A shard has no rows of a stratum, which a caller may be able to do without."""
@@ -49,6 +51,8 @@ class PairMoments:
     is_recentred: bool = False
     noise_x: Float64[Tensor, " d_in"] | None = None
     noise_y: Float64[Tensor, " d_out"] | None = None
+
+    __repr__ = short_repr
 
     @property
     def d_in(self) -> int:

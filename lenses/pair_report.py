@@ -19,6 +19,7 @@ from microtome.lenses.map_scores import MapScores, map_scores, reference
 from microtome.lenses.pair_splits import PairSplits
 from microtome.lenses.reduced_rank import METRICS, reduced_rank
 from microtome.lenses.ridge_map import RidgeFit, least_squares_map, ridge_map
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.simple_maps import mean_map, procrustes_map, scale_map, shift_map
 from microtome.lenses.source_basis import source_basis
 from microtome.lenses.strength_path import StrengthPath
@@ -49,6 +50,8 @@ class PairReport:
     effective_rank: float
     map: LinearMap
     notes: tuple[str, ...]
+
+    __repr__ = short_repr
 
     def to_frame(self) -> pd.DataFrame:
         """One row per map."""

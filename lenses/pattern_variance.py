@@ -17,6 +17,7 @@ from jaxtyping import Float
 
 from microtome.lenses.corpus_pass import CorpusPass
 from microtome.lenses.head_pass import SeenCall, attention_sites, see_calls
+from microtome.lenses.short_repr import short_repr
 
 MOST_LENGTH = 512
 
@@ -28,6 +29,8 @@ class PatternVariance:
     texts: int
     variance: Float[np.ndarray, "layer head"]
     content_share: Float[np.ndarray, "layer head"]
+
+    __repr__ = short_repr
 
 
 def pattern_variance(plan: CorpusPass) -> PatternVariance:

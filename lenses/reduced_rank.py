@@ -18,6 +18,7 @@ from torch import Tensor
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.map_scores import WHITENING_FLOOR
 from microtome.lenses.pair_moments import PairMoments, is_measured
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.source_basis import SourceBasis, source_basis
 
 METRICS = ("whitened", "raw")
@@ -42,6 +43,8 @@ class ReducedRank:
     metric: str
     strength: float
     count: int
+
+    __repr__ = short_repr
 
     @property
     def full_rank(self) -> int:

@@ -17,6 +17,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from microtome.capture.models import LoadedModel
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.token_windows import special_tokens_around
 
 
@@ -41,6 +42,8 @@ class RelationPrompts:
     texts: list[str]
     template: str = ""
     examples: tuple[tuple[str, str], ...] = ()
+
+    __repr__ = short_repr
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -37,6 +37,7 @@ from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.made_for import facts_of
 from microtome.lenses.relation_prompts import RelationPrompts
 from microtome.lenses.shared_prefix import SharedPrefix, common_prefix, shared_prefix
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.unembedding import Unembedding
 
 ROWS = 64
@@ -60,6 +61,8 @@ class RelationStates:
     object: Float[Tensor, "example d_model"]
     said: Int64[Tensor, " example"]
     wanted: Int64[Tensor, " example"]
+
+    __repr__ = short_repr
 
     @property
     def is_known(self) -> Bool[Tensor, " example"]:
@@ -91,6 +94,8 @@ class RelationOperator:
     bias: Float[Tensor, "depth d_model"]
     examples: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     def __call__(
         self, subject: Float[Tensor, "*any d_model"], depth: int, *, beta: int | float = 1.0

@@ -24,6 +24,7 @@ from microtome.lenses.map_scores import MapScores, Reference, increment_total, r
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.pair_splits import SHARDS, MomentSource, PairSplits, pair_splits, pairs_held
 from microtome.lenses.ridge_map import map_at
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.simple_maps import channel_factors
 from microtome.lenses.source_basis import SourceBasis, source_basis
 from microtome.lenses.strength_path import StrengthPath, checked_strengths, squared_errors, strength_path
@@ -41,6 +42,8 @@ class RidgePairs:
             r2_increment), those of identity_, shift_ and scale_ (NaN where widths differ), strength, alpha, dof, edge,
             condition, kept_rank, whitened_rank, validation_r2, count, test_count, tokens_per_channel; with
             `canonical` also ceiling (held out), in_sample_ceiling (biased), directions_above_edge and noise_edge.
+            r2_increment is NaN where the target lies before the source: y - x then takes back what was added, and x
+            alone says most of that.
         paths: of each pair, by the names of source and target.
         maps: of each pair; empty unless they were asked for.
     """
@@ -48,6 +51,8 @@ class RidgePairs:
     table: pd.DataFrame
     paths: Mapping[Pair, StrengthPath]
     maps: Mapping[Pair, LinearMap] = field(default_factory=dict)
+
+    __repr__ = short_repr
 
     def to_frame(self) -> pd.DataFrame:
         """One row per pair."""
@@ -112,6 +117,7 @@ def ridge_pairs(
         by_source.setdefault(str(pair[0]), []).append(pair)
     references: dict[str, Reference] = {}
     rows: dict[Pair, dict[str, Any]] = {}
+    depth = {str(site): number for number, site in enumerate(moments.sites)}
     paths: dict[Pair, StrengthPath] = {}
     maps: dict[Pair, LinearMap] = {}
     with tqdm(total=len(pairs), desc="ridge maps", unit="pair", disable=not progress) as bar:
@@ -132,6 +138,8 @@ def ridge_pairs(
                 scores = _scores(shared, final, loadings, penalty_taken, against)
                 rows[name] = _row(name, final, path, scores) | _baselines(final, against)
                 rows[name] |= _ceilings(final) if canonical else {}
+                if depth.get(name[1], 0) < depth.get(name[0], 0):
+                    rows[name]["r2_increment"] = float("nan")
                 if keep_maps:
                     found = map_at(shared.basis, loadings, final.fit, path.strength, penalty_taken)
                     maps[name] = _named(found, path, name, stratum).to(map_dtype)

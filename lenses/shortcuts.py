@@ -32,6 +32,7 @@ from microtome.lenses.map_scores import Reference, map_scores, reference
 from microtome.lenses.pair_splits import SHARDS, MomentSource, pair_splits, pairs_held
 from microtome.lenses.ridge_map import uncentred_least_squares_map
 from microtome.lenses.ridge_pairs import Pair, ridge_pairs
+from microtome.lenses.short_repr import short_repr
 
 METHODS = ("ridge", "published")
 _FORMAT = 1
@@ -54,6 +55,8 @@ class Shortcuts:
     table: pd.DataFrame
     method: str
     stratum: str
+
+    __repr__ = short_repr
 
     def to_frame(self) -> pd.DataFrame:
         """One row per map."""

@@ -20,6 +20,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from microtome.lenses.pair_moments import PairMoments
+from microtome.lenses.short_repr import short_repr
 from microtome.lenses.source_basis import SourceBasis
 
 DEFAULT_STRENGTHS: tuple[float, ...] = tuple(10 ** (-9 + 10 * step / 24) for step in range(25))
@@ -54,6 +55,8 @@ class StrengthPath:
     kept_rank: int
     width: int
     count: int
+
+    __repr__ = short_repr
 
     @property
     def strength(self) -> float:

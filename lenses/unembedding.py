@@ -18,6 +18,7 @@ from microtome.capture.dissect import dissect
 from microtome.capture.layouts import affine_weight
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
+from microtome.lenses.short_repr import short_repr
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,8 @@ class Unembedding:
     bias: Float[Tensor, " vocab"] | None = None
     factor: float = 1.0
     cap: float | None = None
+
+    __repr__ = short_repr
 
     @property
     def vocab(self) -> int:

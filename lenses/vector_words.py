@@ -7,7 +7,9 @@ and the words of -v are other words; read both signs of a direction whose sign i
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
@@ -26,7 +28,7 @@ from microtome.lenses.unembedding import unembedding_of
 @torch.no_grad()
 def vector_words(
     model: LoadedModel | nn.Module,
-    vectors: Float[Tensor, "*any d_model"],
+    vectors: Float[Tensor, "*any d_model"] | np.ndarray | Sequence[Any],
     *,
     top: int = 10,
     norm: str = "own",
@@ -41,16 +43,19 @@ def vector_words(
         names: of the vectors, in order.
 
     Raises:
-        ValueError: vectors of another width, not finite, or none; names of another number.
+        ValueError: vectors of another width, not finite, zero, or none; names of another number.
     """
     module = model.module if isinstance(model, LoadedModel) else model
     end = unembedding_of(module)
     width = end.weight.shape[1]
-    rows = torch.as_tensor(vectors).reshape(-1, vectors.shape[-1] if vectors.ndim else 1)
+    vectors = torch.as_tensor(vectors)
+    rows = vectors.reshape(-1, vectors.shape[-1] if vectors.ndim else 1)
     if rows.shape[1] != width or not len(rows):
         raise ValueError(f"vectors are {tuple(vectors.shape)}; this model's stream has {width} coordinates each.")
     if not bool(torch.isfinite(rows).all()):
         raise ValueError("vectors hold NaN or infinity, which have no words.")
+    if bool((rows == 0).all(1).any()):
+        raise ValueError(f"vector {int((rows == 0).all(1).nonzero()[0, 0])} is zero, which has no words.")
     if names is not None and len(names) != len(rows):
         raise ValueError(f"{len(names)} names for {len(rows)} vectors. Give one for each.")
     if norm not in ("own", "gain"):

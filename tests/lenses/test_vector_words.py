@@ -75,3 +75,13 @@ def test_what_has_no_words_is_refused(tiny):
         neuron_vectors(model, 0, [48])
     with pytest.raises(IndexError, match="layer 3"):
         neuron_vectors(model, 3)
+
+
+def test_lists_and_arrays_have_words_and_zeros_none(tiny, word_tokenizer):
+    model = LoadedModel.from_module(tiny("llama"), word_tokenizer, name="tiny")
+    row = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    words = vector_words(model, row, top=3)["word"].tolist()
+    assert vector_words(model, row.tolist(), top=3)["word"].tolist() == words
+    assert vector_words(model, row[None].numpy(), top=3)["word"].tolist() == words
+    with pytest.raises(ValueError, match="vector 1 is zero, which has no words"):
+        vector_words(model, [row.tolist(), [0.0] * 32])
