@@ -53,6 +53,7 @@ from microtome.lenses import (
     value_agreement,
 )
 from microtome.lenses.head_roles import ROLE_SCORES
+from microtome.lenses.lens_statistics_files import read_statistics, write_statistics
 
 FOLDER = Path("runs/lens_study")
 CHARACTERS = {"fit": 320_000, "validation": 60_000, "test": 60_000}  # about 4 per token
@@ -178,13 +179,19 @@ def curves_of() -> dict[str, LensStatistics]:
     model, found = smollm2(), curve_texts()
     ridge = translated_lens(model, to_last(), name="ridge")
     lenses = [logit_lens_of(model), ridge, tuned().lens(model)]
-    return lens_statistics(model, found.texts, lenses, documents=found.documents, previous=True, progress=True)
+    files = {lens.name: FOLDER / f"statistics_{lens.name}.safetensors" for lens in lenses}
+    if all(file.is_file() for file in files.values()):
+        return {name: read_statistics(file) for name, file in files.items()}
+    made = lens_statistics(model, found.texts, lenses, documents=found.documents, previous=True, progress=True)
+    for name, file in files.items():
+        write_statistics(file, made[name])
+    return made
 
 
 def curves() -> None:
     """KL, agreement and cross-entropy by depth."""
     for name, found in curves_of().items():
-        columns = ["depth", "count", "kl", "kl_low", "kl_high", "agrees", "agrees_low", "agrees_high", "cross_entropy"]
+        columns = ["depth", "tokens", "kl", "kl_low", "kl_high", "agrees", "agrees_low", "agrees_high", "cross_entropy"]
         show(f"{name} lens by depth, sinks left out", found.curve()[columns])
         print(f"first word settles at depth {found.settled['depth'].mean():.1f} (mean of tokens)")
 
