@@ -6,8 +6,8 @@ A neuron is a memory: its key is what its coefficient answers to (one input colu
 MLP), its value the vector v_i. Trigger examples of a key are the tokens with its largest coefficients in a corpus, with
 the text up to them. A value's words are the largest entries of g (v_i) W_U, with g the final norm's gain (centred first
 for LayerNorm), and the gain of the norm behind the MLP where there is one. The value agrees with the trigger if its
-first word is the token that follows the largest trigger that is not its text's last token. Geva et al. 2021, arXiv:2012.14913 (sections 3 and 4): 25
-triggers were annotated there [U], 50 are in the code.
+first word is the token that follows the largest trigger that is not its text's last token. Geva et al. 2021,
+arXiv:2012.14913 (sections 3 and 4): 25 triggers were annotated there [U], 50 are in the code.
 
 A pass keeps k coefficients per neuron, by merging the largest k of every batch: nothing of size tokens x neurons stays.
 Beware: in a gated MLP (Llama) coefficients have two signs, and a large negative one writes -v_i: `sign=-1` looks there.
@@ -221,6 +221,9 @@ class Values:
     anatomy: Anatomy
     maps: Mapping[int, LastMap]
 
+    def __repr__(self) -> str:
+        return f"Values({type(self.module).__name__}, layers {list(self.maps)})"
+
     @classmethod
     def of(cls, model: LoadedModel | nn.Module, layers: Sequence[int], anatomy: Anatomy | None = None) -> "Values":
         """Those of some layers. Raises KeyError for a layer without neurons, ValueError for an unknown norm."""
@@ -270,19 +273,22 @@ class Values:
 def value_words(
     model: LoadedModel | nn.Module,
     layer: int,
-    neurons: Sequence[int] | None = None,
+    neurons: Sequence[int] | int | None = None,
     *,
     top: int = 10,
     anatomy: Anatomy | None = None,
 ) -> pd.DataFrame:
     """The words at both ends of values: neuron, words (largest first), negative_words (those of -v), top_id, bottom_id.
 
+    neurons: one, several, or None for all.
+
     Raises:
         KeyError: a layer without neurons. IndexError: a neuron that there is not. ValueError: no unembedding.
     """
     values = Values.of(model, [layer], anatomy)
     count = len(values.maps[layer].weight)
-    numbers = list(range(count)) if neurons is None else [int(n) for n in neurons]
+    given = range(count) if neurons is None else [neurons] if isinstance(neurons, int) else neurons
+    numbers = [int(n) for n in given]
     if wrong := [n for n in numbers if not 0 <= n < count]:
         raise IndexError(f"layer {layer} has {count} neurons; there is no {wrong[0]}.")
     ids = [values.statistics(layer, torch.tensor(numbers), sign=s, top=top)["top_ids"].numpy() for s in (1, -1)]
