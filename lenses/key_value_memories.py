@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int64
@@ -273,7 +274,7 @@ class Values:
 def value_words(
     model: LoadedModel | nn.Module,
     layer: int,
-    neurons: Sequence[int] | int | None = None,
+    neurons: Any = None,
     *,
     top: int = 10,
     anatomy: Anatomy | None = None,
@@ -287,8 +288,7 @@ def value_words(
     """
     values = Values.of(model, [layer], anatomy)
     count = len(values.maps[layer].weight)
-    given = range(count) if neurons is None else [neurons] if isinstance(neurons, int) else neurons
-    numbers = [int(n) for n in given]
+    numbers = list(range(count)) if neurons is None else np.atleast_1d(np.asarray(neurons, dtype=np.int64)).tolist()
     if wrong := [n for n in numbers if not 0 <= n < count]:
         raise IndexError(f"layer {layer} has {count} neurons; there is no {wrong[0]}.")
     ids = [values.statistics(layer, torch.tensor(numbers), sign=s, top=top)["top_ids"].numpy() for s in (1, -1)]

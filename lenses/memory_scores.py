@@ -52,9 +52,9 @@ def value_agreement(
 
     Returns:
         One row per layer: layer, neurons (that have a trigger with a token behind it), agreement, agreement_low,
-        agreement_high, control_agreement, rank (median
-        rank of the next token in the value's distribution, 0 for the first), control_rank (with triggers dealt
-        anew), rank_1_percent (share of ranks within the first hundredth of the vocabulary), control_rank_1_percent.
+        agreement_high, control_agreement, rank (median rank of the next token in the value's distribution, 0 for the
+        first), control_rank (with triggers dealt anew), rank_1_percent (share of ranks within the first hundredth of
+        the vocabulary), control_rank_1_percent.
 
     Raises:
         KeyError: a layer that the triggers do not cover.

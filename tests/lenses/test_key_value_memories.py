@@ -1,6 +1,7 @@
 import copy
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.store_files import writing
 from microtome.capture.taps import taps
 from microtome.lenses import key_value_memories
-from microtome.lenses.key_value_memories import trigger_examples, value_words
+from microtome.lenses.key_value_memories import Values, trigger_examples, value_words
 
 GENERATOR = np.random.default_rng(0)
 TEXTS = [GENERATOR.integers(3, 120, size=n).tolist() for n in (9, 30, 17, 5, 2, 22)]
@@ -181,3 +182,11 @@ def test_a_state_without_last_tokens_does_not_go_on(tiny, tmp_path, monkeypatch)
     trigger_examples(tiny("llama"), TEXTS, k=3, folder=tmp_path)
     with pytest.raises(ValueError, match="is of a pass with other left out"):
         trigger_examples(tiny("llama"), TEXTS, k=3, folder=tmp_path)
+
+
+def test_words_of_one_neuron(tiny):
+    model = tiny("llama")
+    pd.testing.assert_frame_equal(value_words(model, 1, 7), value_words(model, 1, [7]))
+    for number in (np.int64(7), torch.tensor(7)):
+        pd.testing.assert_frame_equal(value_words(model, 1, number), value_words(model, 1, [7]))
+    assert repr(Values.of(model, [1])) == "Values(LlamaForCausalLM, layers [1])"
