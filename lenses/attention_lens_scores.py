@@ -42,6 +42,8 @@ class AttentionLensScores:
         drop_kl: by head; None in the independent mode, where no other head depends on it.
         precision: by head, of its top k against the model's.
         words, plain_words: by head, the tokens that are most often among its top k: (token id, share of rows).
+        documents: of the rows.
+        closed_form_kl: of the closed-form lens of the same mode; None where it was not given.
     """
 
     layer: int
@@ -58,6 +60,8 @@ class AttentionLensScores:
     peer_r2: Float[Tensor, " head"]
     words: tuple[tuple[tuple[int, float], ...], ...]
     plain_words: tuple[tuple[tuple[int, float], ...], ...]
+    documents: int
+    closed_form_kl: float | None = None
 
     @property
     def explained(self) -> float:
@@ -66,13 +70,16 @@ class AttentionLensScores:
 
     def __repr__(self) -> str:
         heads = self._numbers().to_string(index=False)
+        closed = "" if self.closed_form_kl is None else f"closed form {self.closed_form_kl:.3f}, "
         return (
-            f"Attention lens, layer {self.layer}, {self.mode}, {self.rows} held-out rows: KL {self.kl:.3f} nats, bias "
-            f"alone {self.kl_bias:.3f}, explained {self.explained:.1%}\n{heads}\n{CAVEAT}"
+            f"Attention lens, layer {self.layer}, {self.mode}, {self.rows} held-out rows of {self.documents} documents:"
+            f" KL {self.kl:.3f} nats, {closed}bias alone {self.kl_bias:.3f}, explained {self.explained:.1%}\n{heads}\n"
+            f"{CAVEAT}"
         )
 
     def to_frame(self, model: LoadedModel | None = None, *, shown: int = 8) -> pd.DataFrame:
-        """A row per head: layer, head, peer_r2, drop_kl, kl, precision, plain_precision, words, plain_words.
+        """A row per head: layer, head, peer_r2, drop_kl (kl in the independent mode), precision, plain_precision,
+        words, plain_words.
 
         model: spells the tokens; without one they are numbers.
         """
@@ -87,12 +94,11 @@ class AttentionLensScores:
         return table
 
     def _numbers(self) -> pd.DataFrame:
-        missing = np.full(len(self.peer_r2), np.nan)
+        of_heads = {"drop_kl": self.drop_kl, "kl": self.head_kl}  # one of them, by mode
         columns = {
             "head": np.arange(len(self.peer_r2)),
             "peer_r2": self.peer_r2.double().numpy(),
-            "drop_kl": missing if self.drop_kl is None else self.drop_kl.double().numpy(),
-            "kl": missing if self.head_kl is None else self.head_kl.double().numpy(),
+            **{name: values.double().numpy() for name, values in of_heads.items() if values is not None},
             "precision": self.precision.double().numpy(),
             "plain_precision": self.plain_precision.double().numpy(),
         }
@@ -109,6 +115,7 @@ def score_attention_lens(
     plain: Float[Tensor, "head d_head vocab"],
     top: int = 10,
     least_probability: float = LEAST_PROBABILITY,
+    closed_form_kl: float | None = None,
 ) -> AttentionLensScores:
     """Score a lens on rows that it was not fitted on, in one sweep.
 
@@ -117,6 +124,7 @@ def score_attention_lens(
         plain: each head's own logit lens (`attention_lens_start.plain_weight`).
         top: k of precision and of the words.
         least_probability: words of a smaller mean probability are not listed, on both sides.
+        closed_form_kl: of the closed-form lens on the same rows, to be told beside the lens's own.
 
     Raises:
         ValueError: no rows, rows of another layer or model, or a residual lens without the rows' stream.
@@ -174,6 +182,8 @@ def score_attention_lens(
         *(hits / count / top),
         lens.peer_r2,
         *spoken,
+        documents=len(rows.document.unique()),
+        closed_form_kl=closed_form_kl,
     )
 
 

@@ -87,8 +87,8 @@ class AttentionLensRun:
 
     def __repr__(self) -> str:
         return (
-            f"{self.scores!r}\nstart KL {self.start_kl:.3f}, closed form {self.closed_form_kl:.3f}, best step "
-            f"{self.best_step} of {int(self.history['step'].max())}"
+            f"{self.scores!r}\nstart KL {self.start_kl:.3f}, best step {self.best_step} of "
+            f"{int(self.history['step'].max())}"
         )
 
 
@@ -232,7 +232,8 @@ def fit_attention_lens(
     bias = best_bias(fit.normed, end, stream=fit.stream) if mode == "residual" else often
     said = {"settings": settings, **facts_of(model), **facts}
     lens = as_lens(best, writes, layer=layer, mean=mean, peer_r2=r2, log_mean_p=often, facts=said)
-    scores = score_attention_lens(lens, shards["test"], end, bias=bias, plain=plain, top=top)
+    beside = {"bias": bias, "plain": plain, "closed_form_kl": closed_kl}
+    scores = score_attention_lens(lens, shards["test"], end, top=top, **beside)
     found = {"kl": scores.kl, "kl_bias": scores.kl_bias, "explained": scores.explained, "best_step": best_step}
     lens = replace(lens, facts={**lens.facts, "scores": found | {"start_kl": start_kl, "closed_form_kl": closed_kl}})
     if folder is not None:

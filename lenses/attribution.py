@@ -42,6 +42,7 @@ from microtome.lenses.token_words import token_words
 
 MAX_TOKENS = 1024
 LARGEST_NEURONS = 100
+_SHOWN_LOGITS = 2
 BY = ("layer", "head", "neuron", "token")
 
 
@@ -66,9 +67,15 @@ class LogitAttribution:
 
     def __repr__(self) -> str:
         worst = self.logits["residual"].abs().max()
-        return (
+        lines = [
             f"LogitAttribution({len(self.logits)} logits by {self.by}, {len(self.table)} parts, residual {worst:.1e})"
-        )
+        ]
+        if {"target", "against", "token", "logit", "top"} <= set(self.logits.columns):
+            for row in self.logits.head(_SHOWN_LOGITS).itertuples():  # quoted, so that a leading space is seen
+                less = "" if pd.isna(row.against_id) else f" less {row.against!r}"
+                said = f"{row.target!r}{less} after {row.token!r}: {row.logit:.3f}"
+                lines.append(f"  row {row.Index}: {said}, the model's first is {row.top!r}")
+        return "\n".join(lines)
 
     def of(self, row: int = 0) -> pd.DataFrame:
         """The parts of one logit, largest first."""
@@ -124,7 +131,7 @@ def logit_attribution(
             text; negative from the end.
         target: the token, as a string or id, one for all texts or one per text; None takes the model's first at each
             place.
-        against: a second token; then the difference of the two logits is split.
+        against: a second token, another one; then the difference of the two logits is split.
         by: "layer" (one part per contribution), "head", "neuron" (heads, and neurons of every MLP), or "token" (heads
             by source token).
         largest_neurons: how many neurons of a row are named, all layers together; the rest is one part per layer.
@@ -134,7 +141,7 @@ def logit_attribution(
 
     Raises:
         ValueError: another `by`, NaN, no plain language model, a stream or norm that cannot be split (the reason is
-            said), a target that is not one token, parts that do not sum to the logit.
+            said), a target that is not one token, or is the token `against`, parts that do not sum to the logit.
         IndexError: a position that a text does not have.
     """
     if by not in BY:
@@ -156,6 +163,7 @@ def logit_attribution(
         token_numbers(tokens, loaded.tokenizer, parts.end.vocab, len(rows), name)
         for name, tokens in (("target", target), ("against", against))
     ]
+    _require_different(*ids, loaded)
     recipe = anatomy.padding or PaddingRecipe()
     limits = {"max_tokens": max_tokens} | ({} if anatomy.padding is not None else {"max_rows": 1})
     tables, logits = [], []
@@ -170,6 +178,14 @@ def logit_attribution(
         tables.append(made[0])
         logits.append(made[1])
     return _assembled(tables, logits, by, loaded, limit_for(module), anatomy.model_class)
+
+
+def _require_different(target: list[int] | None, against: list[int] | None, loaded: LoadedModel) -> None:
+    """A logit less itself is 0, part by part."""
+    for number, (one, other) in enumerate(zip(target or [], against or [], strict=False)):
+        if one == other:
+            word = repr(token_words(loaded, [one])[0])
+            raise ValueError(f"target and against are both {word} (token {one}) for text {number}. Name two tokens.")
 
 
 def _assembled(

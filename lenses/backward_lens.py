@@ -64,6 +64,11 @@ class MatrixGradient:
     gradients: Float[Tensor, "position d_out"]
     post_norm: FrozenNorm | None = None
 
+    def __repr__(self) -> str:
+        side = "writes" if self.writes_stream else "reads"
+        d_in, d_out = self.inputs.shape[1], self.gradients.shape[1]
+        return f"MatrixGradient({self.path}, {side} the stream, {d_in} to {d_out}, {len(self.inputs)} positions)"
+
     @property
     def norm(self) -> Float[Tensor, " position"]:
         """|d_t| of every position."""
@@ -93,7 +98,8 @@ class BackwardLens:
         table: layer, matrix, position, token, norm (|d_t|), input_norm (|x_t|), words (largest first), negative_words
             (most negative first) of the side that lives in the stream, target_rank (0 for the first),
             target_rank_from_bottom, imprint or shift (|x_t|^2: how much of d_t one step of lr 1 takes away for the same
-            input).
+            input). Words are those of the gradient: a step of descent writes `negative_words`, which
+            `strongest` lists as written.
     """
 
     matrices: tuple[MatrixGradient, ...]
@@ -106,6 +112,28 @@ class BackwardLens:
 
     def __repr__(self) -> str:
         return f"BackwardLens({len(self.matrices)} matrices, {len(self.token_ids)} positions, loss {self.loss:.3f})"
+
+    def strongest(self, n: int = 10) -> pd.DataFrame:
+        """What a step of descent writes, where it changes most: of matrices that write the stream, largest norm first.
+
+        A step takes the gradient away, so that it writes the words at the bottom of d_t's ranking: the target is
+        expected first in `written_words`, and the model's own word in `erased_words`.
+
+        Columns: layer, matrix, position, token, norm (|d_t|, so a step of lr 1 moves the output by norm x shift for the
+        same input), written_words, erased_words, target_rank (of the target among written words, 0 for the first),
+        shift.
+
+        Raises ValueError for n below 1.
+        """
+        if n < 1:
+            raise ValueError(f"n={n}: give at least one row.")
+        table = self.table[self.table["writes_stream"]].drop(columns=["words", "negative_words", "target_rank"])
+        table["written_words"] = self.table["negative_words"]
+        table["erased_words"] = self.table["words"]
+        table = table.rename(columns={"target_rank_from_bottom": "target_rank"})
+        table = table.sort_values("norm", ascending=False, kind="stable", ignore_index=True).head(n)
+        words = ["written_words", "erased_words"]
+        return table[["layer", "matrix", "position", "token", "norm", *words, "target_rank", "shift"]]
 
     def norms(self, *, writes_stream: bool = True) -> Float[Tensor, "layer position"]:
         """|d_t| by layer and position, of the second matrices, or of the first ones (their root sum of squares)."""
@@ -139,7 +167,8 @@ def backward_lens(
         top: words of each end.
 
     Raises:
-        ValueError: training mode, several texts, a target that is not one token, an MLP without plain matrices.
+        ValueError: training mode, a target that is not one token, an MLP without plain matrices.
+        TypeError: several texts, or another kind of text.
         IndexError: a position that the text does not have, or a layer.
     """
     loaded, ids = _loaded(model), _token_ids(model, text, encoding)
@@ -254,6 +283,9 @@ def _loaded(model: LoadedModel | nn.Module) -> LoadedModel:
 
 
 def _token_ids(model: LoadedModel | nn.Module, text: Any, encoding: dict[str, Any]) -> Int64[Tensor, " position"]:
+    several = isinstance(text, list | tuple) and (not len(text) or any(isinstance(part, str | list) for part in text))
+    if several or isinstance(text, dict):
+        raise TypeError(f"text={text!r}: a backward lens is of one text. Give one string, or one list of token ids.")
     source = text_source([text], _loaded(model), **encoding)
     if not isinstance(source, TextSource):
         raise ValueError("text is a ready model input; give one string or one list of token ids.")

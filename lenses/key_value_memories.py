@@ -6,13 +6,13 @@ A neuron is a memory: its key is what its coefficient answers to (one input colu
 MLP), its value the vector v_i. Trigger examples of a key are the tokens with its largest coefficients in a corpus, with
 the text up to them. A value's words are the largest entries of g (v_i) W_U, with g the final norm's gain (centred first
 for LayerNorm), and the gain of the norm behind the MLP where there is one. The value agrees with the trigger if its
-first word is the token that follows the largest trigger. Geva et al. 2021, arXiv:2012.14913 (sections 3 and 4): 25
-triggers were annotated there [U], 50 are in the code.
+first word is the token that follows the largest trigger that is not its text's last token. Geva et al. 2021,
+arXiv:2012.14913 (sections 3 and 4): 25 triggers were annotated there [U], 50 are in the code.
 
 A pass keeps k coefficients per neuron, by merging the largest k of every batch: nothing of size tokens x neurons stays.
 Beware: in a gated MLP (Llama) coefficients have two signs, and a large negative one writes -v_i: `sign=-1` looks there.
 The first token of each text is left out, as its activations are of another size (attention sinks), and so are special
-tokens and tokens that nothing follows.
+tokens. A text's last token is a trigger like any other, but nothing follows it (next_token -1).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Int64
@@ -53,9 +54,9 @@ class Triggers:
     Attributes:
         coefficient: by layer; times `sign` they fall along the last axis; fewer than k where there were fewer tokens.
         text, position: of the token.
-        next_token: the token id that follows it.
+        next_token: the token id that follows it, -1 behind a text's last token.
         sign: 1 for the largest coefficients, -1 for the most negative ones.
-        tokens: number of tokens looked at.
+        tokens: number of tokens looked at: all but the first of each text and special ones.
         texts: tokens of every text, for showing.
     """
 
@@ -73,7 +74,8 @@ class Triggers:
         return f"Triggers({len(layers)} layers, {neurons} neurons, {k} largest of {self.tokens} tokens)"
 
     def examples(self, layer: int, neuron: int, k: int = 10, *, before: int = 12) -> pd.DataFrame:
-        """One row per trigger: coefficient, text, position, prefix (its last `before` tokens), token, follows.
+        """One row per trigger: coefficient, text, position, prefix (its last `before` tokens), token, follows
+        ("" behind a text's last token).
 
         Raises:
             KeyError: a layer that was not looked at. IndexError: a neuron that there is not.
@@ -93,7 +95,7 @@ class Triggers:
                     "position": position,
                     "prefix": "".join(words[max(0, position + 1 - before) : position + 1]),
                     "token": words[position],
-                    "follows": words[position + 1],
+                    "follows": words[position + 1] if position + 1 < len(words) else "",
                 }
             )
         return pd.DataFrame(rows, columns=["coefficient", "text", "position", "prefix", "token", "follows"])
@@ -112,7 +114,7 @@ def trigger_examples(
     anatomy: Anatomy | None = None,
     **encoding: Any,
 ) -> Triggers:
-    """The tokens with the largest coefficients of every neuron.
+    """The tokens with the largest coefficients of every neuron, the first of each text and special ones left out.
 
     Args:
         model: in eval mode; an encoder works as well as a language model.
@@ -139,6 +141,7 @@ def trigger_examples(
     run = corpus_pass(model, texts, names, anatomy=anatomy, max_tokens=max_tokens, **encoding)
     words = tuple(text.tokens for text in run.texts)
     settings = {"k": k, "sign": sign, "sites": [str(site) for site in run.sites], "max_tokens": max_tokens}
+    settings["left out"] = "first and special tokens"  # earlier states also lack each text's last token
     # the hash of the weights as they are now: those of a checkpoint may have been edited since
     settings |= {"texts": run.provenance["texts"], "model": running_model(run.module)}
     state: dict[str, Tensor] = {}
@@ -164,13 +167,13 @@ def trigger_examples(
         if folder is not None and start < len(run.batches):
             write_triggers(folder, state, settings, len(run.batches), tokens)
     if not tokens:
-        raise ValueError("No token to look at: a text needs three tokens, as its first and its last one are left out.")
+        raise ValueError("No token to look at: the first token of each text and special tokens are left out.")
     return _triggers(state, run, sign, tokens, words)
 
 
 def _merge(state: dict[str, Tensor], chunk: Chunk, k: int, sign: int) -> int:
     """Take a batch's largest coefficients into the state; returns how many tokens were looked at."""
-    kept = (chunk.has_target & (chunk.position > 0) & ~chunk.is_special).nonzero()[:, 0]
+    kept = ((chunk.position > 0) & ~chunk.is_special).nonzero()[:, 0]
     if not len(kept):
         return 0
     for site, value in chunk.values.items():
@@ -218,6 +221,9 @@ class Values:
     module: nn.Module
     anatomy: Anatomy
     maps: Mapping[int, LastMap]
+
+    def __repr__(self) -> str:
+        return f"Values({type(self.module).__name__}, layers {list(self.maps)})"
 
     @classmethod
     def of(cls, model: LoadedModel | nn.Module, layers: Sequence[int], anatomy: Anatomy | None = None) -> "Values":
@@ -268,19 +274,21 @@ class Values:
 def value_words(
     model: LoadedModel | nn.Module,
     layer: int,
-    neurons: Sequence[int] | None = None,
+    neurons: Any = None,
     *,
     top: int = 10,
     anatomy: Anatomy | None = None,
 ) -> pd.DataFrame:
     """The words at both ends of values: neuron, words (largest first), negative_words (those of -v), top_id, bottom_id.
 
+    neurons: one, several, or None for all.
+
     Raises:
         KeyError: a layer without neurons. IndexError: a neuron that there is not. ValueError: no unembedding.
     """
     values = Values.of(model, [layer], anatomy)
     count = len(values.maps[layer].weight)
-    numbers = list(range(count)) if neurons is None else [int(n) for n in neurons]
+    numbers = list(range(count)) if neurons is None else np.atleast_1d(np.asarray(neurons, dtype=np.int64)).tolist()
     if wrong := [n for n in numbers if not 0 <= n < count]:
         raise IndexError(f"layer {layer} has {count} neurons; there is no {wrong[0]}.")
     ids = [values.statistics(layer, torch.tensor(numbers), sign=s, top=top)["top_ids"].numpy() for s in (1, -1)]

@@ -1,6 +1,7 @@
 """Do memories say what their triggers lead to, and does a layer say what one of its memories says?
 
-    agreement of a layer   = share of neurons whose value's first word is the token after their largest trigger
+    agreement of a layer   = share of neurons whose value's first word is the token after their largest trigger (of
+                             those that are not their text's last token: nothing follows that)
     control                = the same with triggers dealt to the layer's other neurons: its expectation over all
                              permutations is sum over tokens of p(first word) p(next token), in closed form
     composition            = share of positions at which the first word of mlp_out is the first word of no active memory
@@ -25,7 +26,7 @@ from tqdm.auto import tqdm
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
 from microtome.kernels.vocabulary_statistics import vocabulary_statistics
-from microtome.lenses.corpus_pass import corpus_pass
+from microtome.lenses.corpus_pass import NO_TARGET, corpus_pass
 from microtome.lenses.frozen_norm import frozen_norm
 from microtome.lenses.key_value_memories import Triggers, Values
 from microtome.lenses.unembedding import unembedding_of
@@ -50,13 +51,15 @@ def value_agreement(
         neurons: how many of each layer, drawn with `seed`; all if None.
 
     Returns:
-        One row per layer: layer, neurons, agreement, agreement_low, agreement_high, control_agreement, rank (median
-        rank of the next token in the value's distribution, 0 for the first), control_rank (with triggers dealt
-        anew), rank_1_percent (share of ranks within the first hundredth of the vocabulary), control_rank_1_percent.
+        One row per layer: layer, neurons (that have a trigger with a token behind it), agreement, agreement_low,
+        agreement_high, control_agreement, rank (median rank of the next token in the value's distribution, 0 for the
+        first), control_rank (with triggers dealt anew), rank_1_percent (share of ranks within the first hundredth of
+        the vocabulary), control_rank_1_percent.
 
     Raises:
         KeyError: a layer that the triggers do not cover.
-        ValueError: fewer than one neuron, or triggers of a model with other neurons or another vocabulary.
+        ValueError: fewer than one neuron, triggers of a model with other neurons or another vocabulary, or a layer
+            whose triggers are all at the end of their texts.
     """
     chosen = list(triggers.coefficient) if layers is None else list(layers)
     if missing := [layer for layer in chosen if layer not in triggers.coefficient]:
@@ -68,14 +71,17 @@ def value_agreement(
     generator = np.random.default_rng(seed)
     rows = []
     for layer in tqdm(chosen, unit="layer", desc="agreement", disable=not progress):
-        following = triggers.next_token[layer][:, 0]
+        following = _following(triggers.next_token[layer])
         held = len(values.maps[layer].weight)
         if len(following) != held or int(following.max()) >= vocab:
             raise ValueError(
                 f"layer {layer}: triggers of {len(following)} neurons and token ids to {int(following.max())}, a model "
                 f"of {held} neurons and {vocab} tokens. Take the triggers of this model."
             )
-        order = torch.from_numpy(generator.permutation(len(following)))
+        followed = (following != NO_TARGET).nonzero()[:, 0]
+        if not len(followed):
+            raise ValueError(f"layer {layer}: every trigger ends its text, so no token follows. Give longer texts.")
+        order = followed[torch.from_numpy(generator.permutation(len(followed)))]
         picked = (order if neurons is None else order[:neurons]).sort().values
         following = following[picked]
         dealt = following[torch.from_numpy(generator.permutation(len(following)))]
@@ -99,6 +105,12 @@ def value_agreement(
             }
         )
     return pd.DataFrame(rows)
+
+
+def _following(next_token: Int64[Tensor, "neuron k"]) -> Int64[Tensor, " neuron"]:
+    """The token behind each neuron's largest trigger that has one; NO_TARGET where none has."""
+    first = (next_token != NO_TARGET).int().argmax(dim=1, keepdim=True)
+    return next_token.gather(1, first)[:, 0]
 
 
 def chance_agreement(words: Int64[Tensor, " neuron"], following: Int64[Tensor, " neuron"]) -> float:

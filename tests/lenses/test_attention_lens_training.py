@@ -96,6 +96,13 @@ def test_every_mode_improves_on_its_start(models, shards, kind: str, mode: str) 
     assert run.scores.rows == len(shards[kind]["test"])
     assert history["step"].tolist()[0] == 0
     assert "cannot say whose" in repr(run)
+    assert run.scores.documents == len(set(shards[kind]["test"].document.tolist()))
+    first = repr(run.scores).splitlines()[0]
+    assert f"{len(shards[kind]['test'])} held-out rows of {run.scores.documents} documents: KL" in first
+    assert f"closed form {run.closed_form_kl:.3f}, bias alone {run.scores.kl_bias:.3f}" in first
+    table = run.scores.to_frame()
+    assert ("kl" in table, "drop_kl" in table) == ((True, False) if mode == "independent" else (False, True))
+    assert not table.isna().any(axis=None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -256,6 +263,7 @@ def test_scores_are_what_they_are_said_to_be(models, shards, kind: str) -> None:
     assert frame["peer_r2"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert len(frame["words"][0].split()) == 8
     assert "cannot say whose" in repr(scores)
+    assert "closed form" not in repr(scores)
     assert scores.to_frame()["words"][0].split()[0] == str(scores.words[0][0][0])
 
 

@@ -296,3 +296,21 @@ def test_bad_input(models, tiny):
         logit_attribution(model, TEXTS).by_source()
     with pytest.raises(ValueError, match="training mode"):
         logit_attribution(copy.deepcopy(model).train(), TEXTS)
+
+
+def test_a_token_against_itself_is_refused(tiny):
+    texts = [[5, 9, 30], [8, 3, 90]]
+    with pytest.raises(ValueError, match=r"target and against are both '7' \(token 7\) for text 1\. Name two tokens"):
+        logit_attribution(tiny("llama"), texts, target=[4, 7], against=7)
+    with pytest.raises(ValueError, match="target and against are both '7'"):
+        logit_attribution(tiny("llama"), texts, target=7, against=[7, 4])
+
+
+def test_words_are_quoted_in_print(tiny, word_tokenizer):
+    loaded = LoadedModel.from_module(tiny("llama"), tokenizer=word_tokenizer, name="tiny")
+    found = logit_attribution(loaded, ["the cat sat", "a bird", "the dog"], target="dog", against="cat")
+    lines = repr(found).splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith(f"  row 0: 'dog' less 'cat' after 'sat': {found.logits['logit'][0]:.3f}, the model's")
+    assert lines[2].startswith("  row 1: 'dog' less 'cat' after 'bird': ")
+    assert lines[2].endswith(f"first is {found.logits['top'][1]!r}")

@@ -1,3 +1,5 @@
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -5,6 +7,7 @@ import torch
 from scipy.stats import spearmanr
 
 from microtome.capture.dissect import dissect
+from microtome.capture.sites import Site
 from microtome.capture.taps import taps
 from microtome.lenses.attribution import LogitAttribution, logit_attribution
 from microtome.lenses.attribution_scores import ablation_effects, paraphrase_agreement, share_of_heads
@@ -43,7 +46,7 @@ def test_agreement_is_spearmans():
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_total_effect_is_the_change_of_the_logit(tiny, kind):
     model = tiny(kind)
-    found = ablation_effects(model, TEXTS, target=17, against=4, heads=[(1, 2), (2, 0)])
+    found = ablation_effects(model, TEXTS, target=17, against=4, heads=[(1, 2), "z.2.0"], reference=TEXTS)
     assert len(found) == 6
     rows = []
     for ids in TEXTS:
@@ -74,14 +77,14 @@ def test_last_layers_heads_act_directly_up_to_the_scale(tiny):
     with torch.no_grad():
         model.gpt_neox.final_layer_norm.eps = 1e2  # the scale hardly depends on the stream
         model.gpt_neox.final_layer_norm.weight *= 10
-    found = ablation_effects(model, TEXTS, target=17, against=4, heads=[(2, 1)])
+    found = ablation_effects(model, TEXTS, target=17, against=4, heads=[(2, 1)], reference=TEXTS)
     np.testing.assert_allclose(found["direct"], found["total"], rtol=4e-2, atol=1e-4)
     assert found["total"].abs().min() > 1e-3
 
 
 def test_the_largest_heads_are_chosen(tiny):
     model = tiny("llama")
-    found = ablation_effects(model, TEXTS, target=17, largest=3)
+    found = ablation_effects(model, TEXTS, target=17, largest=3, reference=TEXTS)
     parts = logit_attribution(model, TEXTS, target=17).heads()
     expected = parts["value"].abs().groupby([parts["layer"], parts["head"]]).mean().nlargest(3).index
     assert list(dict.fromkeys(zip(found["layer"], found["head"], strict=True))) == list(expected)
@@ -89,3 +92,52 @@ def test_the_largest_heads_are_chosen(tiny):
         ablation_effects(model, TEXTS, target=None)
     with pytest.raises(IndexError, match="head 4 is out of range"):
         ablation_effects(model, TEXTS, target=1, heads=[(0, 4)])
+
+
+def test_a_mean_over_a_few_prompts_is_told(tiny):
+    model = tiny("llama")
+    settings = {"target": 17, "heads": [(1, 2)]}
+    with pytest.warns(UserWarning, match=r"its mean over the prompts' own 10 tokens.*Give reference= ordinary texts"):
+        own = ablation_effects(model, TEXTS, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given = ablation_effects(model, TEXTS, reference=TEXTS, **settings)
+        many = np.random.default_rng(0).integers(3, 120, size=(9, 30)).tolist()
+        other = ablation_effects(model, TEXTS, reference=many, **settings)
+        assert len(ablation_effects(model, many, **settings)) == 9
+    pd.testing.assert_frame_equal(own, given)
+    assert (own["total"] - other["total"]).abs().max() > 1e-4
+
+
+def test_a_token_is_not_its_own_mean(tiny):
+    model = tiny("llama")
+    settings = {"target": 17, "heads": [(1, 2)]}
+    for texts, count in (([[5]], "0 tokens"), ([[5], [6]], "0 tokens"), ([[5, 6]], "1 token")):
+        with pytest.raises(ValueError, match=f"texts hold {count} behind the first of each text.*Give reference="):
+            ablation_effects(model, texts, **settings)
+        with pytest.raises(ValueError, match=f"reference holds {count} behind the first"):
+            ablation_effects(model, TEXTS, reference=texts, **settings)
+    assert ablation_effects(model, [[5]], reference=TEXTS, **settings)["total"].abs()[0] > 1e-4
+
+
+def test_short_texts_do_not_enter_the_mean_by_their_batch(tiny):
+    """First tokens are left out, also where a batch holds nothing else."""
+    model = tiny("llama")
+    settings = {"target": 17, "heads": [(1, 2)]}
+    long = np.random.default_rng(1).integers(3, 120, size=(4, 60)).tolist()
+    with_ones = ablation_effects(model, TEXTS, reference=[*long, *[[3 + n % 100] for n in range(9000)]], **settings)
+    pd.testing.assert_frame_equal(with_ones, ablation_effects(model, TEXTS, reference=long, **settings), rtol=1e-4)
+
+
+def test_heads_by_name_and_what_is_no_head(tiny):
+    model = tiny("llama")
+    settings = {"target": 17, "reference": TEXTS}
+    found = [ablation_effects(model, TEXTS, heads=heads, **settings) for heads in (["z.1.2"], [Site("z", 1, 2)])]
+    for named in found:
+        pd.testing.assert_frame_equal(named, ablation_effects(model, TEXTS, heads=[(1, 2)], **settings))
+    for wrong in ("z.1", "resid_post.1", "q.1.2"):
+        with pytest.raises(ValueError, match=rf"heads holds '{wrong}': give \(layer, head\), or a head's z such as"):
+            ablation_effects(model, TEXTS, heads=[wrong], **settings)
+    for other in (3, (1, 2, 3), (1.0, 2), None):
+        with pytest.raises(TypeError, match=r"heads holds .*: give \(layer, head\), or a head's z such as"):
+            ablation_effects(model, TEXTS, heads=[other], **settings)

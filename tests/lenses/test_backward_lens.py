@@ -182,3 +182,49 @@ def test_strings_and_bad_input(tiny, word_tokenizer):
     wrapped.model.layers[0].mlp.down_proj = nn.Sequential(wrapped.model.layers[0].mlp.down_proj)
     with pytest.raises(ValueError, match="is a Sequential, no plain matrix"):
         backward_lens(wrapped, TEXT, 17)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_strongest_changes_say_what_a_step_writes(tiny, kind):
+    """Independent: the change of the write in a model with the step taken, through the final norm's gain."""
+    model = tiny(kind)
+    lens = backward_lens(model, TEXT, 17, top=3)
+    found = lens.strongest(5)
+    every = lens.table[lens.table["writes_stream"]]
+    assert found["norm"].tolist() == every["norm"].nlargest(5).tolist()
+    assert found["written_words"][0][0] == "17"
+    assert found["target_rank"][0] == 0
+    gain = model.get_submodule("transformer.ln_f" if kind == "gpt2" else "model.norm").weight.double()
+    for row in found.itertuples():
+        matrix = next(m for m in lens.matrices if m.writes_stream and m.layer == row.layer)
+        projection, x = model.get_submodule(matrix.path), matrix.inputs[row.position]
+        alone = replace(
+            lens, matrices=(replace(matrix, inputs=x[None], gradients=matrix.gradients[row.position][None]),)
+        )
+        with torch.no_grad():
+            old = projection(x)
+            with edited_weights(model, alone, lr=1.0):
+                change = (projection(x) - old).double()
+        assert float(change.norm()) == pytest.approx(row.norm * row.shift, rel=1e-2)
+        change = change - change.mean() if kind == "gpt2" else change
+        scores = model.get_output_embeddings().weight.double() @ (change * gain)
+        assert row.written_words[0] == str(int(scores.argmax()))
+        assert row.erased_words[0] == str(int(scores.argmin()))
+    assert len(lens.strongest(999)) == 21
+    with pytest.raises(ValueError, match="n=0: give at least one row"):
+        lens.strongest(0)
+
+
+def test_prints_are_short(tiny):
+    lens = backward_lens(tiny("llama"), TEXT, 17)
+    assert repr(lens).startswith("BackwardLens(9 matrices, 7 positions, loss ")
+    assert repr(lens.matrices[2]) == (
+        "MatrixGradient(model.layers.0.mlp.down_proj, writes the stream, 48 to 32, 7 positions)"
+    )
+
+
+def test_one_text_is_asked_for(tiny, word_tokenizer):
+    loaded = LoadedModel.from_module(tiny("llama"), tokenizer=word_tokenizer, name="tiny")
+    for texts in (["the cat"], ("the cat",), [TEXT], [], {"input_ids": TEXT}):
+        with pytest.raises(TypeError, match=r"is of one text\. Give one string, or one list of token ids"):
+            backward_lens(loaded, texts, "dog")

@@ -1,6 +1,7 @@
 import copy
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.store_files import writing
 from microtome.capture.taps import taps
 from microtome.lenses import key_value_memories
-from microtome.lenses.key_value_memories import trigger_examples, value_words
+from microtome.lenses.key_value_memories import Values, trigger_examples, value_words
 
 GENERATOR = np.random.default_rng(0)
 TEXTS = [GENERATOR.integers(3, 120, size=n).tolist() for n in (9, 30, 17, 5, 2, 22)]
@@ -17,12 +18,12 @@ KINDS = ["llama", "gpt2", "neox", "neox_sequential", "gemma2", "qwen3"]
 
 
 def all_coefficients(model, layer: int) -> dict[tuple[int, int], torch.Tensor]:
-    """Of every token but a text's first and last, each text alone."""
+    """Of every token but a text's first, each text alone."""
     found = {}
     for number, ids in enumerate(TEXTS):
         with torch.no_grad(), taps(model, f"mlp_act.{layer}") as tape:
             model(input_ids=torch.tensor([ids]))
-        for position in range(1, len(ids) - 1):
+        for position in range(1, len(ids)):
             found[number, position] = tape["mlp_act", layer][0, position]
     return found
 
@@ -32,7 +33,7 @@ def all_coefficients(model, layer: int) -> dict[tuple[int, int], torch.Tensor]:
 def test_triggers_are_the_largest_coefficients(tiny, kind, sign):
     model = tiny(kind)
     found = trigger_examples(model, TEXTS, k=4, sign=sign, max_tokens=64)
-    assert found.tokens == sum(max(len(ids) - 2, 0) for ids in TEXTS)
+    assert found.tokens == sum(len(ids) - 1 for ids in TEXTS)
     for layer in range(3):
         every = all_coefficients(model, layer)
         places, values = list(every), torch.stack(list(every.values()))
@@ -42,7 +43,9 @@ def test_triggers_are_the_largest_coefficients(tiny, kind, sign):
             here = zip(found.text[layer][neuron].tolist(), found.position[layer][neuron].tolist(), strict=True)
             assert list(here) == [places[i] for i in at[:, neuron]]
             text, position = places[at[0, neuron]]
-            assert int(found.next_token[layer][neuron, 0]) == TEXTS[text][position + 1]
+            follows = [*TEXTS[text], -1][position + 1]
+            assert int(found.next_token[layer][neuron, 0]) == follows
+        assert (found.next_token[layer] == -1).any()
 
 
 def test_any_batching_gives_the_same(tiny):
@@ -57,20 +60,21 @@ def test_any_batching_gives_the_same(tiny):
 
 def test_more_triggers_than_tokens(tiny):
     found = trigger_examples(tiny("llama"), [[5, 6, 7, 8]], k=9, layers=[1])
-    assert found.coefficient[1].shape == (48, 2)
+    assert found.coefficient[1].shape == (48, 3)
     assert list(found.coefficient) == [1]
-    assert len(found.examples(1, 0)) == 2
+    assert len(found.examples(1, 0)) == 3
 
 
 def test_examples_show_the_text(tiny, word_tokenizer):
     loaded = LoadedModel.from_module(tiny("llama"), tokenizer=word_tokenizer, name="tiny")
-    found = trigger_examples(loaded, ["the cat sat on the dog", "a bird ran"], k=3)
-    table = found.examples(2, 5, before=2)
-    assert len(table) == 3
+    found = trigger_examples(loaded, ["the cat sat on the dog", "a bird ran"], k=9)
+    table = found.examples(2, 5, 9, before=2)
+    assert len(table) == 7
+    assert sorted(table["follows"]) == ["", "", "dog", "on", "ran", "sat", "the"]
     for row in table.itertuples():
         words = [["the", "cat", "sat", "on", "the", "dog"], ["a", "bird", "ran"]][row.text]
         assert row.token == words[row.position]
-        assert row.follows == words[row.position + 1]
+        assert row.follows == [*words, ""][row.position + 1]
         assert row.prefix == "".join(words[max(0, row.position - 1) : row.position + 1])
     with pytest.raises(KeyError, match="layer 7 was not looked at"):
         found.examples(7, 0)
@@ -157,11 +161,32 @@ def test_bad_input(tiny):
         trigger_examples(model, TEXTS, k=0)
     with pytest.raises(ValueError, match="sign=2: give 1"):
         trigger_examples(model, TEXTS, sign=2)
-    with pytest.raises(ValueError, match="a text needs three tokens"):
-        trigger_examples(model, [[4, 5]])
+    with pytest.raises(ValueError, match="No token to look at: the first token of each text and special tokens are"):
+        trigger_examples(model, [[4], [5]])
+    assert trigger_examples(model, [[4, 5]]).tokens == 1
     with pytest.raises(IndexError, match="layer 3 is out of range"):
         trigger_examples(model, TEXTS, layers=[3])
     with pytest.raises(IndexError, match="layer 1 has 48 neurons; there is no 99"):
         value_words(model, 1, [99])
     with pytest.raises(ValueError, match="no unembedding"):
         value_words(tiny("bert"), 1, [0])
+
+
+def test_a_state_without_last_tokens_does_not_go_on(tiny, tmp_path, monkeypatch):
+    write = key_value_memories.write_triggers
+
+    def as_before(folder, state, settings, *rest):
+        write(folder, state, {name: value for name, value in settings.items() if name != "left out"}, *rest)
+
+    monkeypatch.setattr(key_value_memories, "write_triggers", as_before)
+    trigger_examples(tiny("llama"), TEXTS, k=3, folder=tmp_path)
+    with pytest.raises(ValueError, match="is of a pass with other left out"):
+        trigger_examples(tiny("llama"), TEXTS, k=3, folder=tmp_path)
+
+
+def test_words_of_one_neuron(tiny):
+    model = tiny("llama")
+    pd.testing.assert_frame_equal(value_words(model, 1, 7), value_words(model, 1, [7]))
+    for number in (np.int64(7), torch.tensor(7)):
+        pd.testing.assert_frame_equal(value_words(model, 1, number), value_words(model, 1, [7]))
+    assert repr(Values.of(model, [1])) == "Values(LlamaForCausalLM, layers [1])"

@@ -14,7 +14,7 @@ TEXTS = [GENERATOR.integers(3, 120, size=n).tolist() for n in (9, 30, 17, 22)]
 
 
 def planted(following: torch.Tensor, layer: int, sign: int = 1) -> Triggers:
-    column = following[:, None]
+    column = following.reshape(len(following), -1)
     zeros = torch.zeros_like(column)
     return Triggers({layer: zeros.float()}, {layer: zeros}, {layer: zeros}, {layer: column}, sign, 9, ())
 
@@ -43,10 +43,12 @@ def test_ranks_are_those_of_the_values_logits(tiny):
     found = value_agreement(model, triggers, layers=[2]).iloc[0]
     values = Values.of(model, [2]).folded(2)
     scores = values.float() @ model.lm_head.weight.detach().T
-    own = scores.gather(1, triggers.next_token[2][:, :1])
-    ranks = (scores > own).sum(1)
+    following = [next((i for i in row if i >= 0), None) for row in triggers.next_token[2].tolist()]
+    assert (triggers.next_token[2][:, 0] == -1).any()
+    ranks = np.array([int((scores[n] > scores[n, i]).sum()) for n, i in enumerate(following) if i is not None])
+    assert found["neurons"] == len(ranks)
     assert found["rank"] == float(np.median(ranks))
-    assert found["agreement"] == pytest.approx(float((ranks == 0).double().mean()))
+    assert found["agreement"] == pytest.approx((ranks == 0).mean())
 
 
 def test_the_controls_expectation_is_the_mean_over_permutations():
@@ -135,3 +137,17 @@ def test_bad_input(tiny):
         memory_composition(model, TEXTS, [0], active=0)
     with pytest.raises(ValueError, match="No token to look at"):
         memory_composition(model, [[5]], [0])
+
+
+def test_neurons_whose_triggers_end_their_texts_are_left_out(tiny):
+    model = tiny("llama")
+    first = torch.tensor(value_words(model, 1)["top_id"].to_numpy())
+    ends = torch.full_like(first, -1)
+    whole = planted(first, 1)
+    behind = planted(torch.stack([ends, first], 1), 1)
+    assert value_agreement(model, behind).equals(value_agreement(model, whole))
+    assert value_agreement(model, behind)["agreement"][0] == 1.0
+    some = value_agreement(model, planted(torch.where(torch.arange(48) < 5, ends, first), 1)).iloc[0]
+    assert (some["neurons"], some["agreement"]) == (43, 1.0)
+    with pytest.raises(ValueError, match="layer 1: every trigger ends its text, so no token follows"):
+        value_agreement(model, planted(ends, 1))
