@@ -114,14 +114,16 @@ class BackwardLens:
         return f"BackwardLens({len(self.matrices)} matrices, {len(self.token_ids)} positions, loss {self.loss:.3f})"
 
     def strongest(self, n: int = 10) -> pd.DataFrame:
-        """What a step of descent writes, where it changes most: of matrices that write the stream, largest norm first.
+        """What a step of descent writes, of matrices that write the stream, the largest change first.
 
         A step takes the gradient away, so that it writes the words at the bottom of d_t's ranking: the target is
         expected first in `written_words`, and the model's own word in `erased_words`.
 
-        Columns: layer, matrix, position, token, norm (|d_t|, so a step of lr 1 moves the output by norm x shift for the
-        same input), written_words, erased_words, target_rank (of the target among written words, 0 for the first),
-        shift.
+        Columns: layer, matrix, position, token, change (|x_t| |d_t|: the norm of what a position adds to the matrix's
+        gradient), norm (|d_t|), written_words, erased_words, target_rank (of the target among written words, 0 for the
+        first), shift (|x_t|^2: for the same input a step of lr 1 moves the output by norm x shift).
+
+        Beware: a first token with a huge input (an attention sink) can change most and write no word.
 
         Raises ValueError for n below 1.
         """
@@ -131,9 +133,10 @@ class BackwardLens:
         table["written_words"] = self.table["negative_words"]
         table["erased_words"] = self.table["words"]
         table = table.rename(columns={"target_rank_from_bottom": "target_rank"})
-        table = table.sort_values("norm", ascending=False, kind="stable", ignore_index=True).head(n)
+        table["change"] = table["norm"] * table["input_norm"]
+        table = table.sort_values("change", ascending=False, kind="stable", ignore_index=True).head(n)
         words = ["written_words", "erased_words"]
-        return table[["layer", "matrix", "position", "token", "norm", *words, "target_rank", "shift"]]
+        return table[["layer", "matrix", "position", "token", "change", "norm", *words, "target_rank", "shift"]]
 
     def norms(self, *, writes_stream: bool = True) -> Float[Tensor, "layer position"]:
         """|d_t| by layer and position, of the second matrices, or of the first ones (their root sum of squares)."""

@@ -191,7 +191,14 @@ def test_the_strongest_changes_say_what_a_step_writes(tiny, kind):
     lens = backward_lens(model, TEXT, 17, top=3)
     found = lens.strongest(5)
     every = lens.table[lens.table["writes_stream"]]
-    assert found["norm"].tolist() == every["norm"].nlargest(5).tolist()
+    sizes = [
+        float((x[:, None] * d[None]).norm())
+        for m in lens.matrices
+        if m.writes_stream
+        for x, d in zip(m.inputs, m.gradients, strict=True)
+    ]
+    assert found["change"].tolist() == pytest.approx(sorted(sizes, reverse=True)[:5], rel=1e-5)
+    assert len(every) == len(sizes) == 21
     assert found["written_words"][0][0] == "17"
     assert found["target_rank"][0] == 0
     gain = model.get_submodule("transformer.ln_f" if kind == "gpt2" else "model.norm").weight.double()
