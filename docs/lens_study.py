@@ -237,7 +237,9 @@ def attribution() -> None:
     show("Share of the ten largest heads", share_of_heads(found))
     same = logit_attribution(smollm2(), PARAPHRASES, target=" Paris", against=" London", by="head")
     show("Agreement of paraphrases", paraphrase_agreement(same))
-    effects = ablation_effects(smollm2(), list(FACTS), target=targets, against=against)
+    effects = ablation_effects(
+        smollm2(), list(FACTS), target=targets, against=against, reference=windows("test").texts[:8]
+    )
     show("Direct part against mean ablation, largest heads", effects)
 
 
