@@ -5,8 +5,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from microtome.data.catalogue import DATA_SETS
-
 
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str | int) else value
@@ -54,6 +52,8 @@ class LensConfig(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_read(self) -> "LensConfig":
+        from microtome.data.catalogue import DATA_SETS  # late: the help of the commands imports nothing heavy
+
         if self.text is None and self.data is None:
             raise ValueError("there is nothing to read: give a text (--text), a data set (--data), or both.")
         if self.data is not None and self.data not in DATA_SETS and not Path(self.data).expanduser().is_file():
