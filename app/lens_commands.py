@@ -108,6 +108,7 @@ def _show(console: "Console", found: "LensRun") -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from microtome.app.run_folder import RunFolder
     from microtome.lenses.early_exit import RULES
 
     def shown(*columns: str) -> Table:
@@ -162,6 +163,4 @@ def _show(console: "Console", found: "LensRun") -> None:
         console.print(table)
     elif "curves" in found.tables:
         console.print("No early exits: rules are tuned on some documents and tested on others; this is one.")
-    cwd = Path.cwd()
-    path = found.path.relative_to(cwd) if found.path.is_relative_to(cwd) else found.path
-    console.print(f"Report: {path / 'report.html'}", markup=False, soft_wrap=True)
+    console.print(f"Report: {RunFolder(found.path, 'lens').shown / 'report.html'}", markup=False, soft_wrap=True)

@@ -29,10 +29,10 @@ from microtome.lenses.relations import (
     RelationStates,
     edited_logits,
     relation_states,
-    wilson_interval,
 )
 from microtome.lenses.short_repr import short_repr
 from microtome.lenses.unembedding import Unembedding, unembedding_of
+from microtome.lenses.wilson_interval import wilson_interval
 
 RANKS = (16, 48, 96, 200)
 

@@ -30,8 +30,7 @@ from microtome.lenses.corpus_pass import NO_TARGET, corpus_pass
 from microtome.lenses.frozen_norm import frozen_norm
 from microtome.lenses.key_value_memories import Triggers, Values
 from microtome.lenses.unembedding import unembedding_of
-
-_Z = 1.959964
+from microtome.lenses.wilson_interval import wilson_interval
 
 
 def value_agreement(
@@ -89,7 +88,7 @@ def value_agreement(
         shuffled = values.statistics(layer, picked, sign=triggers.sign, targets=dealt)["target_rank"].numpy()
         first, rank = found["top_ids"][:, 0], found["target_rank"].numpy()
         share = float((first == following).double().mean())
-        low, high = wilson(share, len(picked))
+        low, high = wilson_interval(int((first == following).sum()), len(picked))
         rows.append(
             {
                 "layer": layer,
@@ -118,13 +117,6 @@ def chance_agreement(words: Int64[Tensor, " neuron"], following: Int64[Tensor, "
     size = int(max(words.max(), following.max())) + 1
     counts = [torch.bincount(ids, minlength=size).double() / len(ids) for ids in (words, following)]
     return float(counts[0] @ counts[1])
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927)."""
-    centre = (share + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
-    half = _Z * np.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2)) / (1 + _Z**2 / count)
-    return max(0.0, float(centre - half)), min(1.0, float(centre + half))
 
 
 def memory_composition(

@@ -37,10 +37,10 @@ from microtome.lenses.relations import (
     edited_logits,
     relation_operator,
     relation_states,
-    wilson_interval,
 )
 from microtome.lenses.token_words import token_words
 from microtome.lenses.unembedding import Unembedding, unembedding_of
+from microtome.lenses.wilson_interval import wilson_interval
 
 BETAS = (1.0, 1.5, 2.25, 3.5, 5.0, 8.0)
 RANKS = (8, 16, 32, 64, 96, 128, 192, 256)

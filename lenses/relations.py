@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
@@ -315,13 +314,3 @@ def _jacobians(
             found[site][outputs] = gradient[: len(outputs), place].float()
     states = torch.stack([tape[site][0, place].detach().float().cpu() for site in sites])
     return torch.stack([found[site].cpu() for site in sites]), states, last[0].detach().float().cpu()
-
-
-def wilson_interval(hits: int, count: int, *, z: int | float = 1.959964) -> tuple[float, float]:
-    """The 95 % interval of a share of hits (Wilson 1927); NaN for no counts."""
-    if count == 0:
-        return float("nan"), float("nan")
-    share, spread = hits / count, z * z / count
-    middle = (share + spread / 2) / (1 + spread)
-    half = z * float(np.sqrt(share * (1 - share) / count + spread / (4 * count))) / (1 + spread)
-    return middle - half, middle + half

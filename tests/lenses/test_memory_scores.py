@@ -7,7 +7,8 @@ from torch import nn
 
 from microtome.capture.taps import taps
 from microtome.lenses.key_value_memories import Triggers, Values, trigger_examples, value_words
-from microtome.lenses.memory_scores import chance_agreement, memory_composition, value_agreement, wilson
+from microtome.lenses.memory_scores import chance_agreement, memory_composition, value_agreement
+from microtome.lenses.wilson_interval import wilson_interval
 
 GENERATOR = np.random.default_rng(0)
 TEXTS = [GENERATOR.integers(3, 120, size=n).tolist() for n in (9, 30, 17, 22)]
@@ -65,7 +66,7 @@ def test_wilson_interval():
 
     for hits, count in ((0, 10), (3, 17), (50, 50), (120, 500)):
         low, high = binomtest(hits, count).proportion_ci(method="wilson")
-        assert wilson(hits / count, count) == pytest.approx((max(0, low), min(1, high)), abs=1e-6)
+        assert wilson_interval(hits, count) == pytest.approx((max(0, low), min(1, high)), abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "neox", "gemma2"])

@@ -15,10 +15,10 @@ from microtome.lenses.relations import (
     edited_logits,
     relation_operator,
     relation_states,
-    wilson_interval,
 )
 from microtome.lenses.shared_prefix import SharedPrefix, common_prefix, shared_prefix
 from microtome.lenses.unembedding import unembedding_of
+from microtome.lenses.wilson_interval import wilson_interval
 
 PAIRS = [("cat", "dog"), ("bird", "tree"), ("man", "woman"), ("river", "city"), ("day", "film")]
 TEMPLATE = "the {subject} is a"
