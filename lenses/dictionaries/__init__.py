@@ -1,0 +1,1 @@
+"""Sparse dictionaries of a site (sparse autoencoders): read, applied, trained and judged."""
