@@ -156,8 +156,10 @@ class MomentCell:
         return found
 
 
-def other_documents(documents: list[int], positions: list[int]) -> tuple[Tensor, Tensor]:
+def other_documents(documents: list[int], positions: list[int], seed: int = _ROTATION_SEED) -> tuple[Tensor, Tensor]:
     """For rows of several documents, numbers of rows and of a partner for each: same position, another document.
+
+    seed: of the order of documents; another seed pairs them otherwise.
 
     The partners are the same rows in another order. Where more than half of a position's rows are of one document, its
     surplus is left out; so is a row that is alone at its position.
@@ -165,7 +167,7 @@ def other_documents(documents: list[int], positions: list[int]) -> tuple[Tensor,
     document, position = np.asarray(documents), np.asarray(positions)
     if not len(document):
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    hashes = {d: document_hash(d, _ROTATION_SEED) for d in np.unique(document).tolist()}
+    hashes = {d: document_hash(d, seed) for d in np.unique(document).tolist()}
     order = np.lexsort((document, [hashes[d] for d in document.tolist()], position))
     kept, partner = [], []
     for rows in np.split(order, np.flatnonzero(np.diff(position[order])) + 1):

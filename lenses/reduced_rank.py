@@ -25,10 +25,45 @@ METRICS = ("whitened", "raw")
 
 
 @dataclass(frozen=True, eq=False)
+class TargetMetric:
+    """How errors of a target are weighed: |(y - y_hat) onto|^2.
+
+    Attributes:
+        name: "whitened" (S^(-1/2) on the directions with variance) or "raw" (the identity).
+        onto: into the metric's coordinates.
+        back: from them.
+    """
+
+    name: str
+    onto: Float64[Tensor, "d_out kept"]
+    back: Float64[Tensor, "kept d_out"]
+
+
+def target_metric(fit: PairMoments, name: str = "whitened") -> TargetMetric:
+    """The metric of a pair's target.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in METRICS:
+        raise ValueError(f"metric is {name!r}; there are {METRICS}.")
+    if name == "raw":
+        eye = torch.eye(fit.d_out).to(fit.yy)
+        return TargetMetric(name, eye, eye)
+    values, axes = torch.linalg.eigh(fit.yy)
+    is_kept = is_measured(values, axes, fit.noise_y, WHITENING_FLOOR * values[-1].clamp_min(0))
+    values, axes = values[is_kept], axes[:, is_kept]
+    return TargetMetric(name, axes * values.rsqrt(), values.sqrt()[:, None] * axes.T)
+
+
+@dataclass(frozen=True, eq=False)
 class ReducedRank:
     """Maps of every rank: W_k = left[:, :k] right[:k].
 
+    Direction i predicts (y - mean_y) of_y[:, i] by (x - mean_x) left[:, i].
+
     Attributes:
+        of_y: the directions of y whose values are predicted: orthonormal in the metric.
         gains: what each further direction explains in the fit shard, descending: r_i^2 (whitened) or a sum of
             squares (raw), at strength 0.
         metric: "whitened" or "raw".
@@ -37,6 +72,7 @@ class ReducedRank:
 
     left: Float64[Tensor, "d_in direction"]
     right: Float64[Tensor, "direction d_out"]
+    of_y: Float64[Tensor, "d_out direction"]
     gains: Float64[Tensor, " direction"]
     mean_x: Float64[Tensor, " d_in"]
     mean_y: Float64[Tensor, " d_out"]
@@ -77,33 +113,36 @@ def reduced_rank(
     strength: int | float = 0.0,
     penalty: str = "isotropic",
     basis: SourceBasis | None = None,
+    target: TargetMetric | None = None,
 ) -> ReducedRank:
     """Maps of every rank; any of them costs one product.
 
     strength: ρ of the ridge map that is reduced, 0 for least squares; `ridge_map(...).path.strength` is the chosen.
     basis: of this source and penalty, where it is there already.
+    target: `target_metric(fit, metric)`, where it is there already.
     Raises:
         ValueError: another metric or penalty, a negative strength, fewer than two rows.
     """
-    if metric not in METRICS:
-        raise ValueError(f"metric is {metric!r}; there are {METRICS}.")
+    target = target_metric(fit, metric) if target is None else target
     if not 0 <= strength < torch.inf:
         raise ValueError(f"strength is {strength}; give a finite ρ of 0 or more.")
     basis = source_basis(fit, penalty) if basis is None else basis
     loadings = basis.rotated(fit.xy)
     damping = basis.damping_of(strength * basis.unit)
     roots = damping.sqrt()[:, None] * loadings  # M = roots^T roots
-    onto, back = _metric(fit, metric)
+    onto = target.onto
     _, values, axes = torch.linalg.svd(roots @ onto, full_matrices=False)
-    left = basis.transform @ (damping[:, None] * (loadings @ (onto @ axes.T)))
+    of_y = onto @ axes.T
+    left = basis.transform @ (damping[:, None] * (loadings @ of_y))
     rank = min(basis.kept_rank, onto.shape[1])
     return ReducedRank(
         left[:, :rank],
-        (axes @ back)[:rank],
+        (axes @ target.back)[:rank],
+        of_y[:, :rank],
         values[:rank].square(),
         fit.mean_x,
         fit.mean_y,
-        metric,
+        target.name,
         float(strength),
         fit.count,
     )
@@ -129,14 +168,3 @@ def truncated_map(found: LinearMap, fit: PairMoments, rank: int) -> LinearMap:
         rank,
         {"count": fit.count},
     )
-
-
-def _metric(fit: PairMoments, metric: str) -> tuple[Tensor, Tensor]:
-    """S^(-1/2) and S^(1/2) as `[d_out, kept]` and `[kept, d_out]`, both the identity for the raw metric."""
-    if metric == "raw":
-        eye = torch.eye(fit.d_out).to(fit.yy)
-        return eye, eye
-    values, axes = torch.linalg.eigh(fit.yy)
-    is_kept = is_measured(values, axes, fit.noise_y, WHITENING_FLOOR * values[-1].clamp_min(0))
-    values, axes = values[is_kept], axes[:, is_kept]
-    return axes * values.rsqrt(), values.sqrt()[:, None] * axes.T

@@ -14,22 +14,18 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 from tqdm import tqdm
 
 from microtome.lenses.canonical import canonical_correlations
+from microtome.lenses.fitted_pairs import FittedPair, Pair, fitted_pairs
 from microtome.lenses.linear_map import LinearMap
-from microtome.lenses.map_scores import MapScores, Reference, increment_total, reference, scores_of_traces
-from microtome.lenses.pair_moments import PairMoments
-from microtome.lenses.pair_splits import SHARDS, MomentSource, PairSplits, pair_splits, pairs_held
-from microtome.lenses.ridge_map import map_at
+from microtome.lenses.map_scores import Reference, scores_of_traces
+from microtome.lenses.pair_splits import SHARDS, MomentSource, PairSplits, pairs_held
 from microtome.lenses.short_repr import short_repr
 from microtome.lenses.simple_maps import channel_factors
-from microtome.lenses.source_basis import SourceBasis, source_basis
-from microtome.lenses.strength_path import StrengthPath, checked_strengths, squared_errors, strength_path
+from microtome.lenses.strength_path import StrengthPath, checked_strengths
 
-Pair = tuple[str, str]
 _KINDS = ("r2_vw", "r2_ua", "r2_wh")
 
 
@@ -112,92 +108,31 @@ def ridge_pairs(
     pairs = pairs_held(moments) if pairs is None else list(pairs)
     if not pairs:
         raise ValueError("there are no pairs. Give at least one (source, target).")
-    by_source: dict[str, list[tuple[Any, Any]]] = {}
-    for pair in pairs:
-        by_source.setdefault(str(pair[0]), []).append(pair)
-    references: dict[str, Reference] = {}
     rows: dict[Pair, dict[str, Any]] = {}
     depth = {str(site): number for number, site in enumerate(moments.sites)}
     paths: dict[Pair, StrengthPath] = {}
     maps: dict[Pair, LinearMap] = {}
-    with tqdm(total=len(pairs), desc="ridge maps", unit="pair", disable=not progress) as bar:
-        for group in by_source.values():
-            shared = None
-            for source, target in group:
-                name = str(source), str(target)
-                splits = pair_splits(moments, source, target, stratum, shards=shards, shuffled=shuffled)
-                final = splits.joined() if refit else splits
-                shared = _Source.of(splits, final, penalty) if shared is None else shared
-                if name[1] not in references:
-                    references[name[1]] = reference(final.test, final.fit.mean_y)
-                against = references[name[1]]
-                loadings = shared.chooser.rotated(splits.fit.xy)
-                path = paths[name] = _path(shared, splits, loadings, values, select)
-                loadings = loadings if final is splits else shared.basis.rotated(final.fit.xy)
-                penalty_taken = path.strength * shared.basis.unit
-                scores = _scores(shared, final, loadings, penalty_taken, against)
-                rows[name] = _row(name, final, path, scores) | _baselines(final, against)
-                rows[name] |= _ceilings(final) if canonical else {}
-                if depth.get(name[1], 0) < depth.get(name[0], 0):
-                    rows[name]["r2_increment"] = float("nan")
-                if keep_maps:
-                    found = map_at(shared.basis, loadings, final.fit, path.strength, penalty_taken)
-                    maps[name] = _named(found, path, name, stratum).to(map_dtype)
-                bar.update()
+    fits = fitted_pairs(
+        moments,
+        pairs,
+        values,
+        penalty=penalty,
+        select=select,
+        refit=refit,
+        stratum=stratum,
+        shards=shards,
+        shuffled=shuffled,
+    )
+    for fitted in tqdm(fits, total=len(pairs), desc="ridge maps", unit="pair", disable=not progress):
+        name, final = fitted.name, fitted.splits
+        paths[name] = fitted.path
+        rows[name] = pair_row(fitted) | _baselines(final, fitted.against)
+        rows[name] |= _ceilings(final) if canonical else {}
+        if depth.get(name[1], 0) < depth.get(name[0], 0):
+            rows[name]["r2_increment"] = float("nan")
+        if keep_maps:
+            maps[name] = fitted.map(stratum).to(map_dtype)
     return RidgePairs(pd.DataFrame([rows[str(a), str(b)] for a, b in pairs]), paths, maps)
-
-
-@dataclass(frozen=True, eq=False)
-class _Source:
-    """What pairs of one source share: the axes in which strengths are compared, with the moments of validation rows in
-    them, and those of the maps that are kept, with the moments of test rows; the same axes unless maps are refitted."""
-
-    chooser: SourceBasis
-    validation: Float64[Tensor, "d_in d_in"] | None
-    basis: SourceBasis
-    test: Float64[Tensor, "d_in d_in"]
-
-    @classmethod
-    def of(cls, splits: PairSplits, final: PairSplits, penalty: str) -> "_Source":
-        chooser, held = source_basis(splits.fit, penalty), splits.validation
-        basis = chooser if final is splits else source_basis(final.fit, penalty)
-        validation = None if held is None else chooser.gram(_about(held, splits.fit, "xx"))
-        return cls(chooser, validation, basis, basis.gram(_about(final.test, final.fit, "xx")))
-
-
-def _about(part: PairMoments, fit: PairMoments, which: str) -> Tensor:
-    """xx or xy of a shard about the fit means."""
-    shift_x, shift_y = part.mean_x - fit.mean_x, part.mean_y - fit.mean_y
-    return torch.addr(getattr(part, which), shift_x, shift_x if which == "xx" else shift_y, alpha=part.count)
-
-
-def _path(shared: _Source, splits: PairSplits, loadings: Tensor, strengths: Tensor, select: str | None) -> StrengthPath:
-    fit, held, basis = splits.fit, splits.validation, shared.chooser
-    errors, total = None, 0.0
-    if held is not None:
-        total = float(held.yy.trace() + held.count * (held.mean_y - fit.mean_y).square().sum())
-        errors = squared_errors(
-            basis.damping(strengths.to(fit.xy) * basis.unit),
-            loadings,
-            loadings @ loadings.T,
-            shared.validation,
-            basis.transform.T @ _about(held, fit, "xy"),
-            total,
-        )
-    return strength_path(basis, fit, loadings, errors, total, strengths, select)
-
-
-def _scores(shared: _Source, splits: PairSplits, loadings: Tensor, penalty: float, against: Reference) -> MapScores:
-    """As `map_scores`, with the map in the source's axes: A = diag(1/(w+λ)) C."""
-    damping = shared.basis.damping_of(penalty)
-    inner = damping[:, None] * loadings
-    cross = shared.basis.transform.T @ _about(splits.test, splits.fit, "xy")
-    # E = S - A^T cross - cross^T A + A^T G A, of which only the diagonal and tr(S^-1 E) are needed
-    pulled = torch.addmm(cross, shared.test, inner, beta=-2)
-    diagonal = against.total.diagonal() + (inner * pulled).sum(0)
-    whitened = against.rank + float((inner @ against.inverse).flatten() @ pulled.flatten())
-    increment = increment_total(splits.test, splits.fit)
-    return scores_of_traces(float(diagonal.sum()), diagonal, whitened, increment, against)
 
 
 def _baselines(splits: PairSplits, against: Reference) -> dict[str, float]:
@@ -240,10 +175,12 @@ def _ceilings(splits: PairSplits) -> dict[str, Any]:
     }
 
 
-def _row(name: Pair, splits: PairSplits, path: StrengthPath, scores: MapScores) -> dict[str, Any]:
+def pair_row(fitted: FittedPair) -> dict[str, Any]:
+    """What a fit says of itself: scores, strength and how much there was to fit on."""
+    splits, path, scores = fitted.splits, fitted.path, fitted.scores
     return {
-        "source": name[0],
-        "target": name[1],
+        "source": fitted.name[0],
+        "target": fitted.name[1],
         **{kind: getattr(scores, kind) for kind in (*_KINDS, "r2_increment")},
         "strength": path.strength,
         "alpha": path.penalty,
@@ -258,8 +195,3 @@ def _row(name: Pair, splits: PairSplits, path: StrengthPath, scores: MapScores) 
         "test_count": splits.test.count,
         "tokens_per_channel": splits.fit.count / splits.fit.d_in,
     }
-
-
-def _named(found: LinearMap, path: StrengthPath, name: Pair, stratum: str) -> LinearMap:
-    facts = {**found.facts, "stratum": stratum, "selected_by": path.selected_by, "edge": path.edge}
-    return LinearMap(found.weight, found.intercept, found.kind, *name, found.strength, None, facts)

@@ -1,0 +1,181 @@
+"""Transport between all depths: R2, ceilings, efficiency and subspace sizes of every pair of sites, from moments alone.
+
+    for each source: one eigendecomposition;  each target: one whitening;  each pair: 25 strengths, one decomposition
+
+A pair of width 576 takes some 0.3 s on one core. Columns: what `ridge_pairs` says of the ridge map (R2, rows),
+and in the metric whitened by the fit rows its `score`, `ceiling` and `efficiency` at full rank and at chosen ranks
+(`score_10`, ...), and the identity's score against the same ceiling (`identity_efficiency`: how much of what can be
+carried is carried as it is); sizes of the subspace of the ridge map (`subspace` has those of least squares, with null
+distributions); `distance` in blocks and `depth` of the source. `shuffled=True` gives the null of every column.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from microtome.lenses.canonical import noise_edge
+from microtome.lenses.depths import deeper_pairs, depth_of
+from microtome.lenses.fitted_pairs import FittedPair, Pair, fitted_pairs
+from microtome.lenses.linear_map import LinearMap, identity_map
+from microtome.lenses.map_scores import error_moments
+from microtome.lenses.pair_splits import SHARDS, MomentSource, pairs_held
+from microtome.lenses.reduced_rank import TargetMetric, reduced_rank, target_metric
+from microtome.lenses.ridge_pairs import pair_row
+from microtome.lenses.short_repr import short_repr
+from microtome.lenses.strength_path import checked_strengths
+from microtome.lenses.transport.carried_directions import carried_directions
+from microtome.lenses.transport.efficiency import require_rows
+
+RANKS = (1, 10, 64)
+_SHOWN = ("r2_vw", "r2_ua", "r2_wh", "ceiling", "efficiency", "identity_efficiency", "above_edge")
+_SHARES = {"rank_90": 0.90, "rank_95": 0.95, "rank_99": 0.99}
+
+
+@dataclass(frozen=True, eq=False)
+class TransportMap:
+    """Transport of many pairs.
+
+    Attributes:
+        table: one row per pair (module docstring).
+        maps: ridge maps by the names of source and target; empty unless they were asked for.
+    """
+
+    table: pd.DataFrame
+    maps: Mapping[Pair, LinearMap] = field(default_factory=dict)
+
+    __repr__ = short_repr
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per pair."""
+        return self.table
+
+    def matrix(self, value: str = "r2_vw") -> pd.DataFrame:
+        """One column as a matrix, sources down and targets across.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        if value not in self.table.columns:
+            raise KeyError(f"the table has no column {value!r}; it has {list(self.table.columns)}.")
+        wide = self.table.pivot_table(index="source", columns="target", values=value, sort=False)
+        return wide.reindex(columns=list(dict.fromkeys(self.table["target"])))
+
+    def by_distance(
+        self, values: Sequence[str] = ("r2_vw", "r2_ua", "r2_wh", "efficiency", "above_edge")
+    ) -> pd.DataFrame:
+        """Mean over the pairs of each distance, with their number."""
+        grouped = self.table.groupby("distance")
+        return grouped[list(values)].mean().assign(pairs=grouped.size()).reset_index()
+
+
+def transport_map(
+    moments: MomentSource,
+    pairs: Sequence[tuple[Any, Any]] | None = None,
+    *,
+    ranks: Sequence[int] = RANKS,
+    strengths: Sequence[int | float] | None = None,
+    penalty: str = "isotropic",
+    stratum: str = "rest",
+    shards: Sequence[Any] = SHARDS,
+    shuffled: bool = False,
+    keep_maps: bool = False,
+    map_dtype: torch.dtype = torch.float32,
+    progress: bool = False,
+) -> TransportMap:
+    """Fit and measure every pair.
+
+    Args:
+        moments: of the sites.
+        pairs: every residual depth with every deeper one that is held if None.
+        ranks: at which efficiency is told besides the full one; those above a pair's full rank are left out (NaN).
+        strengths, penalty, stratum, shards: as of `ridge_pairs`.
+        shuffled: the same of x with y of another document: the null of the whole table.
+        keep_maps, map_dtype: whether and how the ridge maps are kept.
+        progress: show a bar.
+
+    Raises:
+        ValueError: no pairs, fewer rows than channels of both sites together, and what `ridge_map` raises.
+    """
+    values = checked_strengths(strengths)
+    pairs = pairs_held(moments, deeper_pairs(moments.sites)) if pairs is None else list(pairs)
+    if not pairs:
+        raise ValueError("there are no pairs. Give at least one (source, target).")
+    if wrong := [rank for rank in ranks if rank < 1]:
+        raise ValueError(f"rank {wrong[0]}; give ranks of 1 or more.")
+    metrics: dict[str, TargetMetric] = {}
+    rows: dict[Pair, dict[str, Any]] = {}
+    maps: dict[Pair, LinearMap] = {}
+    fits = fitted_pairs(moments, pairs, values, penalty=penalty, stratum=stratum, shards=shards, shuffled=shuffled)
+    for fitted in tqdm(fits, total=len(pairs), desc="transport", unit="pair", disable=not progress):
+        require_rows(fitted.splits)
+        name = fitted.name
+        if name[1] not in metrics:
+            metrics[name[1]] = target_metric(fitted.splits.fit)
+        rows[name] = _places(name) | pair_row(fitted) | _carried(fitted, metrics[name[1]], ranks)
+        if keep_maps:
+            maps[name] = fitted.map(stratum).to(map_dtype)
+    return TransportMap(pd.DataFrame([rows[str(a), str(b)] for a, b in pairs]), maps)
+
+
+def _places(name: Pair) -> dict[str, Any]:
+    try:
+        depths = [depth_of(site) for site in name]
+    except ValueError:  # a site without a layer, or of another model
+        return {"depth": float("nan"), "distance": float("nan")}
+    return {"depth": depths[0], "distance": depths[1] - depths[0]}
+
+
+def _carried(fitted: FittedPair, target: TargetMetric, ranks: Sequence[int]) -> dict[str, Any]:
+    fit, test = fitted.splits.fit, fitted.splits.test
+    reduced = reduced_rank(fit, strength=fitted.path.strength, basis=fitted.basis, target=target)
+    held = carried_directions(reduced, target, test, fit)
+    score, ceiling = held.explained.cumsum(0), held.reachable.cumsum(0)
+    found: dict[str, Any] = {"score": float(score[-1]), "ceiling": float(ceiling[-1])}
+    found["efficiency"] = _over(score[-1], ceiling[-1])
+    for rank in ranks:
+        inside = rank <= reduced.full_rank
+        found[f"score_{rank}"] = float(score[rank - 1]) if inside else float("nan")
+        found[f"ceiling_{rank}"] = float(ceiling[rank - 1]) if inside else float("nan")
+        found[f"efficiency_{rank}"] = _over(score[rank - 1], ceiling[rank - 1]) if inside else float("nan")
+    if fit.d_in == fit.d_out:
+        found["identity_score"] = _score(identity_map(fit.d_in), fitted, target)
+        found["identity_efficiency"] = _over(found["identity_score"], ceiling[-1])
+    return found | _sizes(reduced.gains, held.correlations, fitted, target)
+
+
+def _score(found: LinearMap, fitted: FittedPair, target: TargetMetric) -> float:
+    total = float(((fitted.against.total @ target.onto) * target.onto).sum())
+    errors = float(((error_moments(found, fitted.splits.test) @ target.onto) * target.onto).sum())
+    return 1 - errors / total if total > 0 else float("nan")
+
+
+def _sizes(gains: Tensor, held: Tensor, fitted: FittedPair, target: TargetMetric) -> dict[str, Any]:
+    """Sizes of the subspace of the ridge map; see `subspace` for least squares, with null distributions."""
+    edge = noise_edge(fitted.basis.kept_rank, target.onto.shape[1], fitted.splits.fit.count)
+    squares = held.clamp_min(0).square().sort(descending=True).values.cumsum(0)
+    total = float(squares[-1])
+    ranks = {
+        name: int((squares < share * total * (1 - 1e-12)).sum()) + 1 if total > 0 else 0
+        for name, share in _SHARES.items()
+    }
+    damping = fitted.basis.damping_of(fitted.penalty)
+    fitted_y = (damping.square() * fitted.basis.variances)[:, None] * fitted.loadings
+    variances = fitted.loadings.T @ fitted_y  # W^T S_xx W
+    squared = float(variances.square().sum())
+    roots = gains.clamp_min(0).sqrt()
+    return {
+        "above_edge": int((held > edge).sum()),
+        "noise_edge": edge,
+        **ranks,
+        "effective_rank": float(variances.trace()) ** 2 / squared if squared > 0 else 0.0,
+        "participation": float(roots.sum()) ** 2 / float(gains.sum()) if float(gains.sum()) > 0 else 0.0,
+    }
+
+
+def _over(score: Tensor | float, ceiling: Tensor) -> float:
+    return float(score) / float(ceiling) if float(ceiling) > 0 else float("nan")
