@@ -1,12 +1,12 @@
 """Transport between all 465 forward pairs of SmolLM2's 31 residual depths over 20,000 tokens, from moments.
 
 Claims:
-1. the pass that takes the moments of all pairs, in three shards by document, is at most 3 x the bare forward pass of the
-   same batches (the model without its head, all 30 blocks, nothing read), paired in one process;
+1. the pass that takes the moments of all pairs, in three shards by document, is at most 3 x the bare forward pass of
+   the same batches (the model without its head, all 30 blocks, nothing read), paired in one process;
 2. 25 strengths, ceilings and efficiency of every rank, and subspace sizes of all 465 pairs take under 240 s;
 3. a process that does both, model included, stays under 6.5 GB resident;
-4. for comparison, the per-pair route as published: activations in memory, GridSearchCV(Ridge) over 8 alphas in 5 folds and
-   a fit, timed on a sample of pairs and scaled up.
+4. for comparison, the per-pair route as published: activations in memory, GridSearchCV(Ridge) over 8 alphas in 5 folds
+   and a fit, timed on a sample of pairs and scaled up.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def main() -> None:
     found = json.loads(said.stdout.splitlines()[-1])
     about = f"SmolLM2, {sum(found['counts'].values()):,} tokens ({found['counts']}), width 576"
     record(
-        "transport: 25 strengths, ceilings and efficiency of every rank, sizes, all forward pairs from moments, seconds",
+        "transport: 25 strengths, ceilings of every rank and sizes of all forward pairs from moments, seconds",
         found["seconds"],
         "< 240",
         found["seconds"] < 240 and found["pairs"] == 465,
