@@ -8,11 +8,9 @@ that and the curves are of the others.
 """
 
 import hashlib
-import json
 import os
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,12 +21,12 @@ import numpy as np
 import pandas as pd
 
 from microtome.app.drawn_texts import drawn_texts
+from microtome.app.kept_fits import remove_unused, require_same_fits
 from microtome.app.lens_config import LensConfig
 from microtome.app.run_folder import RunFolder
 from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.models import LoadedModel, load_model
 from microtome.data.catalogue import DATA_SETS
-from microtome.data.replaced_file import replaced_file
 from microtome.data.runs import Run
 from microtome.data.spoken import spoken_seconds
 from microtome.figures.lens_curves import lens_curves
@@ -76,11 +74,11 @@ def run_lens(config: LensConfig, *, progress: bool = True, say: Any = print) -> 
     with folder.alone():
         if folder.is_finished:  # by a process that was at it a moment ago
             return _finished(folder, settings, model)
-        _require_same_fits(folder.kept, settings | {"weights": model.provenance.weight_sha256})
+        require_same_fits(folder.kept, settings | {"weights": model.provenance.weight_sha256})
         try:
             return _made(config, model, table, facts, folder, settings, progress)
         finally:
-            _remove_unused(folder.kept)
+            remove_unused(folder.kept)
 
 
 def _made(
@@ -350,25 +348,3 @@ def _finished(folder: RunFolder, settings: dict, model: LoadedModel) -> LensRun:
     folder.require_same(settings, model=settings["model"], weights=model.provenance.weight_sha256)
     run = Run.open(folder.path)
     return LensRun(folder.path, {name: run.table(name) for name in run.tables})
-
-
-def _require_same_fits(kept: Path, settings: dict) -> None:
-    """Fits of an interrupted run are gone on with, those of other settings refused."""
-    kept.mkdir(parents=True, exist_ok=True)
-    file = kept / "settings.json"
-    if file.is_file():
-        held = json.loads(file.read_text(encoding="utf-8"))
-        if held != settings:
-            raise FileExistsError(
-                f"{kept} holds a stopped run of that name with other settings, texts or weights. Give this run another "
-                "name (--name), or remove that folder."
-            )
-        return
-    with replaced_file(file) as scratch:
-        scratch.write_text(json.dumps(settings), encoding="utf-8")
-
-
-def _remove_unused(kept: Path) -> None:
-    """A folder of fits that holds nothing but its settings, as a mistake in them leaves it."""
-    if not any(file.name != "settings.json" for file in kept.rglob("*") if file.is_file()):
-        shutil.rmtree(kept, ignore_errors=True)

@@ -126,7 +126,7 @@ def ridge_pairs(
     for fitted in tqdm(fits, total=len(pairs), desc="ridge maps", unit="pair", disable=not progress):
         name, final = fitted.name, fitted.splits
         paths[name] = fitted.path
-        rows[name] = pair_row(fitted) | _baselines(final, fitted.against)
+        rows[name] = pair_row(fitted) | baseline_scores(final, fitted.against)
         rows[name] |= _ceilings(final) if canonical else {}
         if depth.get(name[1], 0) < depth.get(name[0], 0):
             rows[name]["r2_increment"] = float("nan")
@@ -135,7 +135,7 @@ def ridge_pairs(
     return RidgePairs(pd.DataFrame([rows[str(a), str(b)] for a, b in pairs]), paths, maps)
 
 
-def _baselines(splits: PairSplits, against: Reference) -> dict[str, float]:
+def baseline_scores(splits: PairSplits, against: Reference) -> dict[str, float]:
     """R2 of the diagonal maps: identity, identity plus shift, scale per channel."""
     fit, test = splits.fit, splits.test
     names = [f"{name}_{kind}" for name in ("identity", "shift", "scale") for kind in _KINDS]

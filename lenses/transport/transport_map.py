@@ -2,8 +2,8 @@
 
     for each source: one eigendecomposition;  each target: one whitening;  each pair: 25 strengths, one decomposition
 
-A pair of width 576 takes some 0.3 s on one core. Columns: what `ridge_pairs` says of the ridge map (R2, rows),
-and in the metric whitened by the fit rows its `score`, `ceiling` and `efficiency` at full rank and at chosen ranks
+A pair of width 576 takes some 0.3 s on one core. Columns: what `ridge_pairs` says (R2 of the ridge map and of
+what needs no fit, strength, rows); in the metric whitened by the fit rows its `score`, `ceiling` and `efficiency` at full rank and at chosen ranks
 (`score_10`, ...), and the identity's score against the same ceiling (`identity_efficiency`: how much of what can be
 carried is carried as it is); sizes of the subspace of the ridge map (`subspace` has those of least squares, with null
 distributions); `distance` in blocks and `depth` of the source. `shuffled=True` gives the null of every column.
@@ -25,7 +25,7 @@ from microtome.lenses.linear_map import LinearMap, identity_map
 from microtome.lenses.map_scores import error_moments
 from microtome.lenses.pair_splits import SHARDS, MomentSource, pairs_held
 from microtome.lenses.reduced_rank import TargetMetric, reduced_rank, target_metric
-from microtome.lenses.ridge_pairs import pair_row
+from microtome.lenses.ridge_pairs import baseline_scores, pair_row
 from microtome.lenses.short_repr import short_repr
 from microtome.lenses.strength_path import checked_strengths
 from microtome.lenses.transport.carried_directions import carried_directions
@@ -116,7 +116,8 @@ def transport_map(
         name = fitted.name
         if name[1] not in metrics:
             metrics[name[1]] = target_metric(fitted.splits.fit)
-        rows[name] = _places(name) | pair_row(fitted) | _carried(fitted, metrics[name[1]], ranks)
+        rows[name] = _places(name) | pair_row(fitted) | baseline_scores(fitted.splits, fitted.against)
+        rows[name] |= _carried(fitted, metrics[name[1]], ranks)
         if keep_maps:
             maps[name] = fitted.map(stratum).to(map_dtype)
     return TransportMap(pd.DataFrame([rows[str(a), str(b)] for a, b in pairs]), maps)

@@ -1,0 +1,343 @@
+"""`microtome transport`: what is carried between depths, as a run folder with tables, operators, figures and a report.
+
+    <out>/<name>/          config.yaml, provenance, tables, operators/, figures, report.html, values/transport.json
+    <out>/.<name>.fits/    moments and splices so far
+
+How a run is stopped, resumed and finished: `run_folder.py`. Documents are divided into fit, validation and test; every
+number that is told is of the test documents.
+"""
+
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from microtome.app.drawn_texts import drawn_texts
+from microtome.app.grid_cells import shortened
+from microtome.app.kept_fits import remove_unused, require_same_fits
+from microtome.app.run_folder import RunFolder
+from microtome.app.transport_config import TransportConfig
+from microtome.app.transport_words import transport_figures, transport_sections
+from microtome.capture.dissect import dissect
+from microtome.capture.fingerprint import file_fingerprint
+from microtome.capture.models import LoadedModel, load_model
+from microtome.capture.sites import Site
+from microtome.data.catalogue import DATA_SETS
+from microtome.data.runs import Run
+from microtome.data.spoken import spoken_seconds
+from microtome.figures.report import html_report
+from microtome.lenses.depths import in_order
+from microtome.lenses.dictionaries.dictionary import Dictionary
+from microtome.lenses.dictionaries.reading import load_dictionary
+from microtome.lenses.moments import Moments
+from microtome.lenses.moments_pass import expand_sites, moments_of
+from microtome.lenses.pair_splits import pair_splits
+from microtome.lenses.token_windows import TokenWindows, token_windows
+from microtome.lenses.transport.efficiency import transport_efficiency
+from microtome.lenses.transport.feature_transport import feature_transport
+from microtome.lenses.transport.fit import transport_operator
+from microtome.lenses.transport.operator import TransportOperator
+from microtome.lenses.transport.splice_conditions import Splice
+from microtome.lenses.transport.splice_study import splice_effects
+from microtome.lenses.transport.subspace import transport_subspace
+from microtome.lenses.transport.transport_map import transport_map
+from microtome.lenses.unembedding import unembedding_of
+
+Pair = tuple[str, str]
+STEPS = (1, 5, 10)
+
+
+@dataclass(frozen=True, eq=False)
+class TransportRun:
+    """A finished run: its folder and its tables by name (`pairs`, `by_distance`, `efficiency`, `whole`, `subspaces`,
+    `features`, `feature_summary`, `splices`)."""
+
+    path: Path
+    tables: dict[str, pd.DataFrame]
+
+
+def run_transport(config: TransportConfig, *, progress: bool = True, say: Any = print) -> TransportRun:
+    """Make the run, or read it if it is there already.
+
+    Raises FileExistsError for another run of that name, BlockingIOError for one that another process makes, ValueError
+    and KeyError for a model, data set, site or dictionary that cannot be used.
+    """
+    name = config.name or f"transport--{shortened(Path(config.model).name)}--{shortened(Path(config.data).stem)}"
+    folder = RunFolder.at(config.out, name, "transport")
+    table, facts = drawn_texts(
+        config.data,
+        texts=config.texts,
+        text_column=config.text_column,
+        group_column=config.group_column,
+        seed=config.seed,
+    )
+    settings = _compared(config, facts)
+    if not folder.is_finished:
+        folder.require_free()
+    model = load_model(config.model)
+    if folder.is_finished:
+        found = _finished(folder, settings, model)
+        say(f"{name} is finished already.")
+        return found
+    with folder.alone():
+        if folder.is_finished:  # by a process that was at it a moment ago
+            return _finished(folder, settings, model)
+        require_same_fits(folder.kept, settings | {"weights": model.provenance.weight_sha256})
+        try:
+            return _made(config, model, table, facts, folder, settings, progress)
+        finally:
+            remove_unused(folder.kept)
+
+
+def _made(
+    config: TransportConfig,
+    model: LoadedModel,
+    table: pd.DataFrame,
+    facts: dict,
+    folder: RunFolder,
+    settings: dict,
+    progress: bool,
+) -> TransportRun:
+    started, kept = time.perf_counter(), folder.kept
+    anatomy = dissect(model.module)
+    sites, pairs = chosen_sites(anatomy, config)
+    directions, encode, names = _directions(config, model, pairs)
+    windows = token_windows(model, table["text"], documents=table["group"].tolist(), length=config.max_length)
+    common = {"documents": windows.documents, "seed": config.seed, "checkpoint_minutes": 2.0, "progress": progress}
+    moments = moments_of(model, windows.texts, sites, save=kept / "moments", **common)
+    ends = list(dict.fromkeys(site for pair in pairs for site in pair))
+    ends = [str(site) for site in in_order(ends)] if _all_have_depth(ends) else ends
+    shuffled = moments_of(
+        model,
+        windows.texts,
+        ends,
+        pairs=list(pairs),
+        shuffled=True,
+        medians=moments.medians,
+        save=kept / "shuffled",
+        **common,
+    )
+    tables = _measured(config, moments, shuffled, pairs, progress)
+    operators = [transport_operator(moments, *pair, rank=config.rank, metric="raw") for pair in pairs]
+    nulls = [transport_operator(shuffled, *pair, rank=config.rank, metric="raw", shuffled=True) for pair in pairs]
+    held = _test_windows(windows, moments)
+    if directions:
+        _add_features(tables, config, model, moments, operators, nulls, directions, encode, names, held, progress)
+    if config.splices:
+        splices = [
+            Splice(operator, null, moments.pair(*pair, shard="fit").mean_y.to(torch.float32))
+            for pair, operator, null in zip(pairs, operators, nulls, strict=True)
+        ]
+        effects = splice_effects(
+            model,
+            held.texts[: config.splices],
+            splices,
+            documents=held.documents[: config.splices],
+            medians=moments.medians,
+            seed=config.seed,
+            save=kept / "splices",
+            progress=progress,
+        )
+        tables["splices"] = effects.to_frame()
+    run = Run.create(kept, folder.path.name, _repeatable(config), seed=config.seed, overwrite=True)
+    seconds = time.perf_counter() - started
+    counts = moments.counts()
+    tables["tokens"] = counts
+    run.record(model=model.provenance.to_dict(), data=facts, seconds=round(seconds, 3))
+    for name, found in tables.items():
+        run.write_table(name, found)
+    for operator in operators:
+        operator.to(torch.float32).save(run.path / "operators" / f"{operator.source}-{operator.target}")
+    figures = transport_figures(tables)
+    for name, figure in figures.items():
+        run.write_figure(name, figure)
+    fit = int(counts.set_index("shard").loc["fit", "rest"])
+    run.write_report(
+        html_report(
+            f"{Path(config.model).name}: transport between {len(sites)} depths",
+            transport_sections(tables, figures),
+            lead=f"What an affine map carries from depth to depth, fitted on {fit:,} tokens of {facts['name']} and "
+            f"told of test documents; first tokens and other sinks are left out. This took {spoken_seconds(seconds)}.",
+            provenance=run.provenance,
+            command=f"microtome transport --config {shlex.quote(str(folder.path / 'config.yaml'))}",
+        )
+    )
+    folder.finish(run, settings, weights=model.provenance.weight_sha256)
+    return TransportRun(folder.path, tables)
+
+
+def chosen_sites(anatomy: Any, config: TransportConfig) -> tuple[list[str], list[Pair]]:
+    """Sites of the map, in order of depth, and the pairs that are looked at in full.
+
+    Raises:
+        ValueError: a pair whose target does not lie behind its source.
+        KeyError, IndexError: a site that the model does not offer.
+    """
+    depths = [str(site) for site in expand_sites(anatomy, "resid")]
+    last = len(depths) - 1
+    if config.pairs:
+        named = [tuple(str(Site.parse(site)) for site in pair) for pair in config.pairs]
+        for pair in named:
+            anatomy.expand(list(pair))
+            if all(site in depths for site in pair) and depths.index(pair[0]) >= depths.index(pair[1]):
+                raise ValueError(f"pair {':'.join(pair)}: {pair[1]} does not lie behind {pair[0]}. Exchange them.")
+    else:
+        start = last // 3
+        named = list(dict.fromkeys((depths[start], depths[min(start + step, last)]) for step in STEPS))
+    kept = {*depths[:: config.every], depths[last], *(site for pair in named for site in pair)}
+    stream = [site for site in depths if site in kept]
+    return [*stream, *(site for site in sorted(kept) if site not in depths)], named
+
+
+def _measured(
+    config: TransportConfig, moments: Moments, shuffled: Moments, pairs: list[Pair], progress: bool
+) -> dict[str, pd.DataFrame]:
+    ranks = [rank for rank in config.ranks if rank <= min(moments.pairs.widths)]
+    found = transport_map(moments, ranks=ranks, progress=progress)
+    with_sinks = transport_map(moments, ranks=(), stratum="all", progress=progress).table
+    rest = found.table.assign(tokens="without sinks")
+    tables = {
+        "pairs": pd.concat([rest, with_sinks.assign(tokens="with sinks")], ignore_index=True),
+        "by_distance": found.by_distance(),
+    }
+    efficiency, whole, sizes = [], [], []
+    for source, target in pairs:
+        names = {"source": source, "target": target}
+        splits = pair_splits(moments, source, target)
+        curve = transport_efficiency(splits)
+        efficiency.append(curve.table.assign(**names))
+        whole.append(curve.whole.assign(**names))
+        null = pair_splits(shuffled, source, target, shuffled=True)
+        size = transport_subspace(splits, nulls=[null], draws=config.draws, seed=config.seed)
+        sizes.append(size.table.assign(**names))
+    for name, parts in (("efficiency", efficiency), ("whole", whole), ("subspaces", sizes)):
+        joined = pd.concat(parts, ignore_index=True)
+        tables[name] = joined[["source", "target", *(c for c in joined if c not in ("source", "target"))]]
+    return tables
+
+
+def _directions(
+    config: TransportConfig, model: LoadedModel, pairs: list[Pair]
+) -> tuple[dict[str, Tensor], dict[str, Dictionary], dict[str, list[str]]]:
+    """Rows by target, dictionaries by target, and names of the rows."""
+    rows: dict[str, list[Tensor]] = {target: [] for _, target in pairs}
+    names: dict[str, list[str]] = {target: [] for target in rows}
+    encode: dict[str, Dictionary] = {}
+    if config.words:
+        weight = unembedding_of(model).weight
+        for word in config.words:
+            ids = model.require_tokenizer()(word, add_special_tokens=False)["input_ids"]
+            if len(ids) != 1:
+                raise ValueError(f"word {word!r} is {len(ids)} tokens. Give one of a single token, such as ' Paris'.")
+            for target in rows:
+                rows[target].append(weight[ids[0]].detach()[None])
+                names[target].append(repr(word))
+    if config.directions is not None:
+        for name, tensor in load_file(config.directions.expanduser()).items():
+            target = str(Site.parse(name))
+            if target not in rows:
+                raise ValueError(f"{config.directions}: {name} is no target of a pair. Targets: {', '.join(rows)}.")
+            given = tensor.float() if tensor.ndim == 2 else tensor.float()[None]
+            rows[target].append(given)
+            names[target] += [f"given {number}" for number in range(len(given))]
+    if config.dictionary is not None:
+        dictionary = load_dictionary(config.dictionary.expanduser())
+        site = None if dictionary.site is None else str(Site.parse(dictionary.site))
+        matching = [target for target in rows if site is None or target == site]
+        if not matching:
+            raise ValueError(
+                f"the dictionary is of {site}, which is no target of a pair: {', '.join(rows)}. Give --pair "
+                f"SOURCE:{site}."
+            )
+        for target in matching:
+            directions = dictionary.directions()
+            rows[target].append(directions)
+            names[target] += [f"feature {number}" for number in range(len(directions))]
+            if len(rows[target]) == 1:  # a verdict on activations needs a feature for every row
+                encode[target] = dictionary
+    return {target: torch.cat(each) for target, each in rows.items() if each}, encode, names
+
+
+def _add_features(
+    tables: dict[str, pd.DataFrame],
+    config: TransportConfig,
+    model: LoadedModel,
+    moments: Moments,
+    operators: list[TransportOperator],
+    nulls: list[TransportOperator],
+    directions: Mapping[str, Tensor],
+    encode: Mapping[str, Dictionary],
+    names: Mapping[str, list[str]],
+    held: TokenWindows,
+    progress: bool,
+) -> None:
+    chosen = [number for number, operator in enumerate(operators) if operator.target in directions]
+    found = feature_transport(
+        model,
+        held.texts,
+        [operators[number] for number in chosen],
+        directions,
+        documents=held.documents,
+        names={target: names[target] for target in directions},
+        null=[nulls[number] for number in chosen],
+        means=moments,
+        encode={target: each.encode for target, each in encode.items()} or None,
+        seed=config.seed,
+        progress=progress,
+    )
+    tables |= {"features": found.table, "feature_summary": found.summary()}
+
+
+def _test_windows(windows: TokenWindows, moments: Moments) -> TokenWindows:
+    """Windows of the test documents."""
+    shards = moments.shard_of(windows.documents)
+    kept = [number for number, shard in enumerate(shards) if shard == "test"]
+    if not kept:
+        raise ValueError("no document is in the test shard. Give more documents (--texts, --group-column).")
+    texts, documents, starts = ([each[i] for i in kept] for each in (windows.texts, windows.documents, windows.starts))
+    return TokenWindows(texts, documents, starts, windows.tokens, windows.left_out)
+
+
+def _all_have_depth(sites: list[str]) -> bool:
+    return all(Site.parse(site).kind.startswith("resid") for site in sites)
+
+
+def _compared(config: TransportConfig, facts: dict) -> dict:
+    """What makes two runs the same but the model's weights: the settings, with contents of files for their places."""
+    settings = config.model_dump(mode="json", exclude={"out", "name", "data", "dictionary", "directions"})
+    for name in ("dictionary", "directions"):
+        path = getattr(config, name)
+        settings[name] = None if path is None else _contents(path.expanduser())
+    return settings | {"data": facts.get("name"), "texts_sha256": facts.get("table_sha256")}
+
+
+def _contents(path: Path) -> str | list[str]:
+    if path.is_file():
+        return file_fingerprint(path)
+    return [f"{file.name} {file_fingerprint(file)}" for file in sorted(path.iterdir()) if file.is_file()]
+
+
+def _repeatable(config: TransportConfig) -> TransportConfig:
+    absolute: dict[str, Any] = {}
+    for name in ("out", "dictionary", "directions"):
+        path = getattr(config, name)
+        if path is not None:
+            absolute[name] = Path(os.path.abspath(path.expanduser()))
+    if config.data not in DATA_SETS:
+        absolute["data"] = str(Path(config.data).expanduser().absolute())
+    return config.model_copy(update=absolute)
+
+
+def _finished(folder: RunFolder, settings: dict, model: LoadedModel) -> TransportRun:
+    """The run that is there. FileExistsError if it was made with other settings, texts or weights."""
+    folder.require_same(settings, model=settings["model"], weights=model.provenance.weight_sha256)
+    run = Run.open(folder.path)
+    return TransportRun(folder.path, {name: run.table(name) for name in run.tables})
