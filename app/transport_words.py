@@ -20,14 +20,13 @@ SHOWN_FEATURES = 200
 def transport_figures(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
     """Figures of a run by name, from its tables."""
     plain = tables["pairs"][tables["pairs"]["tokens"] == "without sinks"]
-    both = tables["pairs"][["distance", "r2_vw", "identity_r2_vw", "tokens"]] if _has_identity(tables) else None
     figures: dict[str, Any] = {
-        f"map_{value}": layer_pairs(plain, value=value, title=name) for value, name in _MAPS.items()
+        f"map_{name}": layer_pairs(plain, value=name, title=said) for name, said in _MAPS.items()
     }
     if plain["distance"].notna().any():
-        figures["distance"] = distance_curves(plain, values=("r2_vw", "r2_ua", "r2_wh"))
+        figures["distance"] = distance_curves(plain)
         figures["distance_sinks"] = distance_curves(
-            tables["pairs"] if both is None else both, values=("r2_vw",), by="tokens", title="With and without sinks"
+            tables["pairs"], values=("r2_vw",), by="tokens", title="With and without sinks"
         )
     for number, ((source, target), rows) in enumerate(tables["efficiency"].groupby(["source", "target"], sort=False)):
         figures[f"efficiency_{number}"] = efficiency_curves(rows, title=f"{source} → {target}")
@@ -88,8 +87,8 @@ def transport_sections(tables: dict[str, pd.DataFrame], figures: dict[str, Any])
         sections.append(
             Section(
                 "Splices",
-                "The operator's output written over the target at 1, 5 or all tokens of held-out windows, beside a copy "
-                "of the source, the mean, zeros and an operator of shuffled pairs.",
+                "The operator's output written over the target at 1, 5 or all tokens of held-out windows, beside a "
+                "copy of the source, the mean, zeros and an operator of shuffled pairs.",
                 figures["splices"],
                 "Nats, with 95 % intervals over documents.",
                 tables["splices"],
@@ -114,15 +113,7 @@ def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None
         console.print(title, markup=False)
         console.print(table)
 
-    near = tables["by_distance"].rename(
-        columns={
-            "r2_vw": "R2 vw",
-            "r2_ua": "R2 ua",
-            "r2_wh": "R2 wh",
-            "identity_efficiency": "identity",
-            "above_edge": "directions",
-        }
-    )
+    near = tables["by_distance"].rename(columns={"identity_efficiency": "identity", "above_edge": "directions"})
     shown("By distance (mean over pairs): R2, ceiling, efficiency, efficiency of the identity", near)
     whole = tables["efficiency"].groupby(["source", "target"], sort=False)
     rows = pd.concat([part[part["rank"].isin([1, 8, 64, part["rank"].max()])] for _, part in whole])
@@ -132,9 +123,8 @@ def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None
     )
     sizes = tables["subspaces"]
     sizes = sizes[sizes["measure"].isin(["above_edge", "rank_95", "participation"])]
-    shown(
-        "Directions carried, beside the null", sizes[["source", "target", "measure", "value", "null_mean", "null_high"]]
-    )
+    columns = ["source", "target", "measure", "value", "null_mean", "null_high"]
+    shown("Directions carried, beside the null", sizes[columns])
     if "feature_summary" in tables:
         columns = ["source", "target", "directions", "median_r2", "carried", "made_here", "undecided", "within_null"]
         shown("Directions", tables["feature_summary"][columns])
@@ -148,16 +138,7 @@ def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None
 
 
 def _said(value: object, digits: int) -> str:
-    if isinstance(value, float):
-        return (
-            ""
-            if value != value
-            else f"{value:,.0f}"
-            if value.is_integer() and abs(value) >= 2
-            else f"{value:.{digits}f}"
-        )
-    return str(value)
-
-
-def _has_identity(tables: dict[str, pd.DataFrame]) -> bool:
-    return "identity_r2_vw" in tables["pairs"]
+    if not isinstance(value, float):
+        return str(value)
+    is_count = value.is_integer() and abs(value) >= 2
+    return "" if value != value else f"{value:,.0f}" if is_count else f"{value:.{digits}f}"
