@@ -2,7 +2,7 @@
 
     for each source: one eigendecomposition;  each target: one whitening;  each pair: 25 strengths, one decomposition
 
-A pair of width 576 takes some 0.3 s on one core. Columns: what `ridge_pairs` says (R2 of the ridge map and of what needs
+A pair of width 576 takes 0.3 s on one core. Columns: what `ridge_pairs` says (R2 of the ridge map and of what needs
 no fit, strength, rows); in the metric whitened by the fit rows the map's `score`, `ceiling` and `efficiency` at full
 rank and at chosen ranks (`score_10`, ...), and the identity's score against the same ceiling (`identity_efficiency`:
 how much of what can be carried is carried as it is); sizes of the subspace of the ridge map (`subspace` has those of
