@@ -52,10 +52,14 @@ from microtome.lenses.unembedding import unembedding_of
 from microtome.probes import MassMeanProbe
 
 FOLDER = Path("runs/transport_study")
-# the paper's kinds of pairs: leaps of 1, 3, 7 and 10 blocks to an early and a late target, and its splice example (2, 1)
+# the paper's kinds of pairs: leaps of 1, 3, 7 and 10 blocks to an early and a late target
 PAIRS = [(f"resid_post.{target - leap}", f"resid_post.{target}") for target in (10, 20) for leap in (1, 3, 7, 10)]
 SPLICES = [(2, 3), (9, 10), (19, 20), (28, 29), (10, 13), (10, 20), (19, 26)]
 FEATURES_AT, FEATURES = 14, 4608
+_TRACED = (
+    *("carried_to_target", "carried_to_target_control", "identity_to_target", "made_at"),
+    *("carried_from_previous", "variance"),
+)
 WORDS = (" the", " not", " she", " Paris", " because")
 
 
@@ -107,11 +111,9 @@ def feature_pairs() -> list[tuple[str, str]]:
     return [splice_pair((FEATURES_AT - leap, FEATURES_AT)) for leap in (1, 3, 5, 10)]
 
 
-def test_windows(count: int | None = None) -> TokenWindows:
-    """Windows of the test split, the same number of each source where there are fewer."""
+def held_out(count: int) -> TokenWindows:
+    """So many windows of the test split, as many of each source as there are."""
     found = windows("test")
-    if count is None:
-        return found
     table = pd.DataFrame({"source": pd.Series(found.documents).str.split(":").str[0]})
     kept = table.sample(frac=1, random_state=0).groupby("source").head(-(-count // table["source"].nunique()))
     rows = sorted(kept.index[:count])
@@ -138,10 +140,8 @@ def maps() -> None:
         rows = rest[rest["distance"] == leap][["source", "target", *shown]]
         show(f"By depth, leaps of {leap}", rows.iloc[:: 3 if leap == 1 else 5])
     early = rest.assign(third=np.minimum(rest["depth"] // 10, 2)).groupby(["distance", "third"])["r2_vw"].mean()
-    show(
-        "R2 by distance (down) and third of the depth the source lies in",
-        early.unstack().loc[[1, 3, 5, 10]].reset_index(),
-    )
+    by_third = early.unstack().loc[[1, 3, 5, 10]].reset_index()
+    show("R2 by distance (down) and third of the depth the source lies in", by_third)
 
 
 def efficiency() -> None:
@@ -164,16 +164,11 @@ def sizes() -> None:
         found = transport_subspace(pair_splits(moments(), source, target), nulls=[null])
         rows.append(found.table.assign(source=source, target=target, edge=found.edge, null_edge=found.null_edge))
     table = pd.concat(rows)
-    show(
-        "Size of the transport subspace",
-        table.pivot(index=["source", "target"], columns="measure", values="value").reset_index(),
-        1,
-    )
-    show(
-        "The same of sites that share nothing",
-        table.pivot(index=["source", "target"], columns="measure", values="null_mean").reset_index(),
-        1,
-    )
+    for title, value in (
+        ("Size of the transport subspace", "value"),
+        ("The same of sites that share nothing", "null_mean"),
+    ):
+        show(title, table.pivot(index=["source", "target"], columns="measure", values=value).reset_index(), 1)
     show("Edges", table.groupby(["source", "target"], sort=False)[["edge", "null_edge"]].first().reset_index())
 
 
@@ -243,37 +238,23 @@ def origins() -> None:
         found = direction_origin(moments(), directions, target, names=names)
         found.table.to_parquet(FOLDER / f"origins_{target}.parquet")
         show(f"Origins of directions read at {target}", found.appears)
-        shown = [
-            "name",
-            "site",
-            "carried_to_target",
-            "carried_to_target_control",
-            "made_at",
-            "carried_from_previous",
-            "variance",
-        ]
+        shown = ["name", "site", *_TRACED]
         table = found.table[[name for name in shown if name in found.table]]
         show("By depth, the first direction", table[table["name"] == names[0]].iloc[::3])
 
 
 def splices() -> None:
     """KL and perplexity of continuations when operators are spliced in."""
-    held = test_windows(36)
+    held = held_out(36)
     own, null = operators([splice_pair(each) for each in SPLICES])
-    given = [
-        Splice(
-            operator,
-            mixed,
-            moments().pair(operator.source, operator.target).mean_y.float(),
-            others={
-                f"rank {rank}": transport_operator(
-                    moments(), operator.source, operator.target, rank=rank, metric="raw"
-                ).to(torch.float32)
-                for rank in (16, 128)
-            },
-        )
-        for operator, mixed in zip(own, null, strict=True)
-    ]
+    given = []
+    for operator, mixed in zip(own, null, strict=True):
+        pair = operator.source, operator.target
+        ranks = {
+            f"rank {rank}": transport_operator(moments(), *pair, rank=rank, metric="raw").to(torch.float32)
+            for rank in (16, 128)
+        }
+        given.append(Splice(operator, mixed, moments().pair(*pair).mean_y.float(), ranks))
     effects = splice_effects(
         smollm2(),
         held.texts,
@@ -295,85 +276,59 @@ def splices() -> None:
 
 def routes() -> None:
     """What other tokens say of a token: one before, a head's, any earlier one; alone and beside the token itself."""
-    named = ["same", "offset 1", "offset 2", "random 0", *(f"head {head}" for head in PREVIOUS_HEADS)]
     texts, documents, shards = corpus()
     rows = []
-    held = routed_moments(
-        smollm2(),
-        texts[::3],
-        ["resid_post.2", "resid_post.8", "resid_post.16"],
-        ["resid_post.3", "resid_post.9", "resid_post.17"],
-        named,
-        joined=True,
-        documents=documents[::3],
-        shards=shards[::3],
-        save=FOLDER / "routes",
-    )
-    for source, target in (splice_pair(pair) for pair in ((2, 3), (8, 9), (16, 17))):
-        for route in [*named, *(("same", other) for other in named[1:])]:
+    for layer, heads in ((8, ("2.1",)), (18, ("16.0", "17.3"))):
+        named = ["same", "offset 1", "offset 2", "random 0", *(f"head {head}" for head in heads)]
+        source, target = splice_pair((layer, layer + 1))
+        held = routed_moments(
+            smollm2(),
+            texts[::3],
+            source,
+            target,
+            named,
+            joined=True,
+            documents=documents[::3],
+            shards=shards[::3],
+            save=FOLDER / f"routes_{layer}",
+        )
+        for route in [*named, *(["same", other] for other in named[1:])]:
             splits = route_splits(held, route, source, target)
-            found = ridge_map(splits.fit, splits.validation).map
-            scores = map_scores(found, splits.test, splits.fit)
+            scores = map_scores(ridge_map(splits.fit, splits.validation).map, splits.test, splits.fit)
             said = route if isinstance(route, str) else " + ".join(route)
-            rows.append(
-                {"source": source, "target": target, "route": said, "r2_vw": scores.r2_vw, "r2_wh": scores.r2_wh}
-            )
-    table = pd.DataFrame(rows)
-    show(
-        "R2 by route",
-        table.pivot(index="route", columns="target", values="r2_vw").reindex(table["route"].unique()).reset_index(),
-    )
+            rows.append({"target": target, "route": said, "r2_vw": scores.r2_vw, "r2_wh": scores.r2_wh})
+    show("R2 by route", pd.DataFrame(rows))
 
 
 def models() -> None:
     """Alignment of two seeds, of two depths, and of two models."""
-    corpus_ = plain_english(characters=400_000, split="validation")
+    table = plain_english(characters=400_000, split="validation")
     small = {(layers, seed): train_tiny(layers, seed) for layers, seed in ((4, 0), (4, 1), (2, 0))}
     pairs = {"two seeds": ((4, 0), (4, 1)), "two and four layers": ((2, 0), (4, 0)), "untrained": ((4, 0), None)}
     for name, (one, other) in pairs.items():
         both = {"a": small[one], "b": untrained(small[(4, 1)]) if other is None else small[other]}
-        found = alignment(
-            moments_of_models(
-                both, corpus_["text"], documents=corpus_["document"], shuffled=True, max_length=256, truncate="right"
-            ),
-            "a",
-            "b",
+        held = moments_of_models(
+            both, table["text"], documents=table["document"], shuffled=True, max_length=256, truncate="right"
         )
+        found = alignment(held, "a", "b")
         columns = ["source", "target", "r2_vw", "beyond_r2_vw", "cka", "canonical", "procrustes", "shuffled_r2_vw"]
         best = found.table.loc[found.table.groupby("source", sort=False)["r2_vw"].idxmax(), columns]
         show(f"Alignment, {name}: best match of each depth", best)
         show(f"Depth map, {name}", depth_map(found).summary)
     texts = load_data("english", texts=400, seed=0).table
     short = [text[:600] for text in texts["text"]]
+    some = ["resid_pre.0", *(f"resid_post.{layer}" for layer in range(4, 30, 5))]
+    labels = {"word_end": word_ends}
     acts = {
-        "smollm2": capture(
-            smollm2(),
-            short,
-            ["resid_pre.0", *(f"resid_post.{n}" for n in range(0, 30, 5)), "resid_post.29"],
-            "all",
-            token_labels={"word_end": word_ends},
-        ),
-        "minilm": capture(
-            load_model("minilm"), short, ["resid_pre.0", "resid_post"], "all", token_labels={"word_end": word_ends}
-        ),
+        "smollm2": capture(smollm2(), short, some, "all", token_labels=labels),
+        "minilm": capture(load_model("minilm"), short, ["resid_pre.0", "resid_post"], "all", token_labels=labels),
     }
     held = moments_of_aligned(aligned_activations(acts, on="word_end"), documents=texts["group"], shuffled=True)
     found = alignment(held, "smollm2", "minilm")
-    columns = [
-        "source",
-        "target",
-        "r2_vw",
-        "back_r2_vw",
-        "beyond_r2_vw",
-        "cka",
-        "cka_null",
-        "canonical",
-        "shuffled_r2_vw",
-    ]
-    show("SmolLM2 and MiniLM at the ends of words", found.table[columns])
+    columns = ["source", "target", "r2_vw", "back_r2_vw", "beyond_r2_vw", "cka", "cka_null", "canonical"]
+    show("SmolLM2 and MiniLM at the ends of words", found.table[[*columns, "shuffled_r2_vw"]])
 
 
-PREVIOUS_HEADS = ("2.1",)
 PARTS: dict[str, Callable[[], None]] = {
     "maps": maps,
     "efficiency": efficiency,
