@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from microtome.capture.anatomy import Anatomy
@@ -28,6 +28,7 @@ def splice_edits(
     at: Bool[Tensor, "batch token"] | str = "all",
     *,
     is_real: Bool[Tensor, "batch token"] | None = None,
+    token_ids: Int[Tensor, "batch token"] | None = None,
     by: Transport | None = None,
     anatomy: Anatomy | None = None,
 ) -> Mapping[Site, Edit]:
@@ -37,11 +38,13 @@ def splice_edits(
         at: tokens to write over, by row and column of the batch, padding included; "all", or "last" (the last column,
             as in left-padded generation).
         is_real: False at padding; all real if None. Routes need it where texts are padded.
+        token_ids: of the batch, for a route by chance, whose draws hash them.
         by: what makes y_hat of x in place of the operator itself: a control (zero, mean, copy).
         anatomy: of the model, to refuse sites that it does not offer before anything runs.
 
     Raises:
-        ValueError: another word for `at`, or a route whose head comes after the target.
+        ValueError: another word for `at`, a route whose head comes after the target, or one by chance without token
+            ids.
         KeyError, IndexError: a site the model does not offer.
     """
     if isinstance(at, str) and at not in ("all", "last"):
@@ -51,6 +54,8 @@ def splice_edits(
         anatomy.expand([source, target, *([head] if head is not None else [])])
     if head is not None and target.layer is not None and head.layer + 0.5 > depth_of(target):
         raise ValueError(f"route {operator.route}: that head runs after {target} and cannot say what comes there.")
+    if operator.route.random is not None and token_ids is None:
+        raise ValueError(f"route {operator.route} draws by the texts: give token_ids=, the ids of the batch.")
     held = threading.local()  # one forward's source; threads that share these edits do not share it
     make = operator if by is None else by
 
@@ -70,7 +75,8 @@ def splice_edits(
         chosen = _chosen(at, value, real)
         if not operator.route.is_same:
             pattern = held.pattern if head is not None else None
-            columns = source_columns(operator.route, real, pattern)
+            ids = None if token_ids is None else token_ids.to(value.device)
+            columns = source_columns(operator.route, real, pattern, ids)
             chosen = chosen & (columns != NO_SOURCE)
             x = x.gather(1, columns.clamp_min(0)[:, :, None].expand(-1, -1, x.shape[2]))
         delta = torch.zeros_like(there)
