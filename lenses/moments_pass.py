@@ -178,7 +178,7 @@ def accumulated(
         model,
         texts,
         read,
-        patterns=rows.patterns,
+        patterns=list(rows.patterns),
         anatomy=anatomy,
         max_tokens=max_tokens,
         truncate=truncate,

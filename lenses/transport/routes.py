@@ -77,7 +77,9 @@ class Route:
             return cls(offset=int(found[1]))
         if found := re.fullmatch(r"random (\d+)", name):
             return cls(random=int(found[1]))
-        if found := re.fullmatch(r"head (?:([A-Za-z_]\w*)\.)?(\d+\.\d+(?:@\d+)?)(?: choice (\d+))?( with sinks)?", name):
+        if found := re.fullmatch(
+            r"head (?:([A-Za-z_]\w*)\.)?(\d+\.\d+(?:@\d+)?)(?: choice (\d+))?( with sinks)?", name
+        ):
             stack = f"{found[1]}." if found[1] else ""
             site = Site.parse(f"{stack}pattern.{found[2]}")
             return cls(head=site, sinks=bool(found[4]), choice=int(found[3] or 1))
