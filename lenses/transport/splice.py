@@ -16,7 +16,6 @@ from torch import Tensor
 from microtome.capture.anatomy import Anatomy
 from microtome.capture.sites import Site
 from microtome.capture.tap_plan import Edit
-from microtome.lenses.depths import depth_of
 from microtome.lenses.transport.operator import TransportOperator
 from microtome.lenses.transport.routes import NO_SOURCE, source_columns
 
@@ -52,7 +51,7 @@ def splice_edits(
     source, target, head = Site.parse(operator.source), Site.parse(operator.target), operator.route.head
     if anatomy is not None:
         anatomy.expand([source, target, *([head] if head is not None else [])])
-    if head is not None and target.layer is not None and head.layer + 0.5 > depth_of(target):
+    if head is not None and target.layer is not None and _runs_after(head, target):
         raise ValueError(f"route {operator.route}: that head runs after {target} and cannot say what comes there.")
     if operator.route.random is not None and token_ids is None:
         raise ValueError(f"route {operator.route} draws by the texts: give token_ids=, the ids of the batch.")
@@ -89,6 +88,12 @@ def splice_edits(
     if head is not None:
         edits[head] = Edit(keep_pattern, queries="all")
     return edits | {target: Edit(write)}
+
+
+def _runs_after(head: Site, target: Site) -> bool:
+    """Whether a head's pattern is known only when the target has passed."""
+    before = ("resid_pre", "q", "k", "v", "q_rot", "k_rot")  # of the same block; its other sites come after the pattern
+    return head.layer > target.layer or (head.layer == target.layer and target.kind in before)
 
 
 def _chosen(at: Tensor | str, value: Tensor, real: Tensor) -> Tensor:

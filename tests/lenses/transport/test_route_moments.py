@@ -330,7 +330,7 @@ def test_what_cannot_be_asked_for(made):
         made(routes=["head 1.9"])
     with pytest.raises(IndexError, match="layer 7"):
         made(routes=["head 7.0"])
-    with pytest.raises(KeyError, match="no row per token"):
+    with pytest.raises(ValueError, match="no row per token"):
         made(sources="pattern.0.1")
     moments = made(routes=["same", "offset 2"])
     with pytest.raises(KeyError, match="offset 3 is no route of these moments, which hold same, offset 2"):
