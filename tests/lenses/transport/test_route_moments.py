@@ -368,7 +368,9 @@ def test_smollm2_carries_more_from_the_token_itself_than_from_others():
     for route in (*routes, ("same", "offset 1"), ("same", "random 0")):
         splits = route_splits(moments, route if isinstance(route, str) else list(route), source, target)
         found[route] = map_scores(ridge_map(splits.fit, splits.validation).map, splits.test, splits.fit).r2_vw
-    assert found["same"] > 0.9
-    assert found["same"] > found["offset 1"] + 0.3
+    assert found["same"] > 0.85
+    assert found["same"] > found["offset 1"] + 0.5
     assert found["offset 1"] > found["random 0"] + 0.05
-    assert found["head 16.0"] == pytest.approx(found["offset 1"], abs=0.01)  # a head of the token before
+    assert abs(found["random 0"]) < 0.02
+    assert found["head 16.0"] == pytest.approx(found["offset 1"], abs=0.005)  # a head of the token before
+    assert found["same", "offset 1"] > found["same", "random 0"]
