@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from microtome.capture.anatomy import Anatomy
@@ -42,6 +42,8 @@ class Chunk:
         targets: the token that follows in the text, -1 at its end.
         is_special: BOS and the like.
         values: by site, `[token, ...]` as the model computes them, on its device.
+        is_real, input_ids: of the batch, False at padding: `is_real.nonzero()` are the rows above, in their order.
+        patterns: by head, of the batch with its padding; what they say at padding means nothing.
     """
 
     number: int
@@ -50,7 +52,10 @@ class Chunk:
     token_ids: Int64[Tensor, " token"]
     targets: Int64[Tensor, " token"]
     is_special: Bool[Tensor, " token"]
-    values: Mapping[Site, Tensor] = field(default_factory=dict)
+    values: Mapping[Site, Tensor]
+    is_real: Bool[Tensor, "batch column"]
+    input_ids: Int64[Tensor, "batch column"]
+    patterns: Mapping[Site, Float[Tensor, "batch query key"]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.text)
@@ -67,6 +72,7 @@ class CorpusPass:
 
     Attributes:
         batches: which texts run together, in the order of the pass.
+        patterns: single heads whose attention is read at all queries.
     """
 
     module: nn.Module
@@ -77,6 +83,7 @@ class CorpusPass:
     pad: int
     edits: Mapping[SiteName, EditFunction | Edit]
     provenance: Mapping[str, Any]
+    patterns: tuple[Site, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -103,7 +110,9 @@ class CorpusPass:
             return value[row.to(value.device), place.to(value.device)]
 
         reads = [Read(site, select=real, keep_graph=keep_graph) for site in self.sites]
+        reads += [Read(site, queries="all") for site in self.patterns]
         values: dict[Site, Tensor] = {}
+        patterns: dict[Site, Tensor] = {}
         if reads:
             stop = all(site.kind != "logits" for site in self.sites)
             with (
@@ -112,6 +121,7 @@ class CorpusPass:
             ):
                 self.module(**batch.model_inputs(), **options)
             values = {site: tape[site] for site in self.sites}
+            patterns = {site: tape[site] for site in self.patterns}
         text = torch.tensor(batch.row_ids, device=row.device)[row]
         ids = batch.input_ids[row, place]
         is_last = torch.cat([text[1:] != text[:-1], text.new_ones(1, dtype=torch.bool)])
@@ -124,6 +134,9 @@ class CorpusPass:
             torch.where(is_last, NO_TARGET, ids.roll(-1)),
             specials,
             values,
+            mask,
+            batch.input_ids,
+            patterns,
         )
 
 
@@ -132,6 +145,7 @@ def corpus_pass(
     texts: Any,
     sites: Sequence[SiteName] | SiteName = (),
     *,
+    patterns: Sequence[SiteName] = (),
     anatomy: Anatomy | None = None,
     edits: Mapping[SiteName, EditFunction | Edit] | None = None,
     max_tokens: int = MAX_TOKENS,
@@ -146,13 +160,15 @@ def corpus_pass(
         model: from `load_model`, or a transformers module in eval mode.
         texts: strings, message lists or token ids, as `capture` takes them.
         sites: to read; `pattern` and `state` have no single row per token and are refused.
+        patterns: single heads, as "pattern.5.2", to read at all queries; 4 bytes x queries x keys of a batch each.
         edits: acting in every batch.
         max_tokens: padded tokens per batch.
         shuffle: seed for the order of batches (for training); None runs the longest texts first.
         truncate, max_length, add_special_tokens: as for `capture`.
 
     Raises:
-        ValueError: inputs that are no texts, a module in training mode, an encoder-decoder, a site without tokens.
+        ValueError: inputs that are no texts, a module in training mode, an encoder-decoder, a site without tokens,
+            a pattern that is not of one head.
         KeyError, IndexError: a site that this model does not offer.
     """
     loaded = model if isinstance(model, LoadedModel) else LoadedModel.from_module(model, name=type(model).__name__)
@@ -168,6 +184,9 @@ def corpus_pass(
     wanted = anatomy.expand(sites) if sites else []
     if wrong := [str(site) for site in wanted if site.kind in ("pattern", "state")]:
         raise ValueError(f"{wrong[0]} has no row per token. Read it with taps(model, {wrong[0]!r}).")
+    seen = anatomy.expand(patterns) if patterns else []
+    if wrong := [str(site) for site in seen if site.kind != "pattern" or site.head is None]:
+        raise ValueError(f"{wrong[0]} is no single head's pattern. Give patterns=['pattern.5.2'], one head each.")
     encoded = source.encode(0, len(source))
     max_rows = {} if anatomy.padding is not None else {"max_rows": 1}
     batches = plan_batches(encoded.lengths, max_tokens=max_tokens, **max_rows)
@@ -182,4 +201,5 @@ def corpus_pass(
         pad_id(module, loaded.tokenizer),
         edits or {},
         {"model": loaded.provenance.to_dict(), "texts": encoded.provenance},
+        tuple(seen),
     )

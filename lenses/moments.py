@@ -46,6 +46,7 @@ class Moments:
         documents: those counted in.
         medians: by residual site, what the rule measures massive activations by; from the first rows if not given.
         margins: the largest token that is no massive one, and the smallest that is, in units of the threshold.
+        left_out: by reason, tokens of each shard that were not given, where somebody counts them (`leave_out`).
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Moments:
         self.dtype: torch.dtype | None = None
         self.cells: dict[tuple[str, str], MomentCell] = {}
         self.reason_counts = torch.zeros(len(self.shards), len(REASONS), dtype=torch.int64)
+        self.left_out: dict[str, Tensor] = {}
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -125,6 +127,7 @@ class Moments:
         position: Int64[Tensor, " token"],
         is_special: Bool[Tensor, " token"] | None = None,
         text: Int64[Tensor, " token"] | None = None,
+        reasons: Int64[Tensor, " token"] | None = None,
     ) -> None:
         """Count in some tokens; all of their sites at once.
 
@@ -134,6 +137,7 @@ class Moments:
             position: in its text, 0 first.
             is_special: BOS and the like; none if None.
             text: number of each token's text, for error messages.
+            reasons: of each token, where they were judged already (`reasons_of`); `is_special` is not asked then.
 
         Raises:
             KeyError: a site is missing, or a document is in no shard.
@@ -149,7 +153,8 @@ class Moments:
         shard = torch.from_numpy(self.split.numbers(documents))
         position = position.cpu()
         special = torch.zeros(n, dtype=torch.bool) if is_special is None else is_special.cpu()
-        reasons = self._reasons(named, position, special, text)
+        if reasons is None:
+            reasons = self._reasons(named, position, special, text, self.sites)
         if self.dtype is None:
             is_double = any(row.dtype == torch.float64 for row in rows)
             self.dtype = torch.float64 if is_double else torch.float32
@@ -169,6 +174,33 @@ class Moments:
                         [documents[i] for i in chosen],
                         [places[i] for i in chosen],
                     )
+
+    def reasons_of(
+        self,
+        values: Mapping[SiteKey, Tensor],
+        *,
+        position: Int64[Tensor, " token"],
+        is_special: Bool[Tensor, " token"],
+        text: Int64[Tensor, " token"] | None = None,
+    ) -> Int64[Tensor, " token"]:
+        """Why each token is a sink, as a number of `REASONS`, counting nothing in; the first tokens fix the medians.
+
+        Args:
+            values: by site, those that the rule looks at among others.
+            position, is_special, text: as in `update`.
+
+        Raises:
+            KeyError, ValueError: as `update`.
+        """
+        named = {site_name(key): value.detach().flatten(1) for key, value in values.items()}
+        return self._reasons(named, position.cpu(), is_special.cpu(), text, ())
+
+    def leave_out(self, reason: str, documents: Sequence[int]) -> None:
+        """Count tokens that are not given, for `counts()`. documents: of each such token."""
+        shard = torch.from_numpy(self.split.numbers(documents))
+        found = torch.bincount(shard, minlength=len(self.shards))
+        self.documents.update(documents)
+        self.left_out[reason] = self.left_out.get(reason, torch.zeros_like(found)) + found
 
     def finish(self) -> None:
         """Make products of rows that wait (sinks stay rows while they are few). More may come afterwards."""
@@ -204,6 +236,8 @@ class Moments:
         (low, high), (low_there, high_there) = self.margins, other.margins
         self.margins = (max(low, low_there), min(high, high_there))
         self.reason_counts += other.reason_counts
+        for reason, counts in other.left_out.items():
+            self.left_out[reason] = self.left_out.get(reason, torch.zeros_like(counts)) + counts
 
     def pair(
         self,
@@ -276,13 +310,16 @@ class Moments:
         return f"Moments({held}, tokens: {counts})"
 
     def counts(self) -> pd.DataFrame:
-        """One row per shard: its tokens by reason (rest, first, special, massive); unmatched: without a partner."""
+        """One row per shard: its tokens by reason (rest, first, special, massive); unmatched: without a partner; and a
+        column per reason of tokens that were left out."""
         table = pd.DataFrame(self.reason_counts.numpy().copy(), columns=list(REASONS))
         table.insert(0, "shard", list(self.shards))
         if self.is_shuffled:
             table["unmatched"] = [
                 sum(self.cells[name, s].left_out for s in _CELLS if (name, s) in self.cells) for name in self.shards
             ]
+        for reason, counts in self.left_out.items():
+            table[reason] = counts.numpy().copy()
         return table
 
     def settings(self) -> dict[str, Any]:
@@ -360,13 +397,21 @@ class Moments:
             "or leave it out; a model in float16 overflows at 65504, load it in float32."
         )
 
-    def _reasons(self, named: Mapping[str, Tensor], position: Tensor, special: Tensor, text: Tensor | None) -> Tensor:
+    def _reasons(
+        self,
+        named: Mapping[str, Tensor],
+        position: Tensor,
+        special: Tensor,
+        text: Tensor | None,
+        checked: Sequence[str],
+    ) -> Tensor:
+        """checked: sites that are known to be finite."""
         wanted = self.rule.sites(self.sites)
         if missing := [name for name in wanted if name not in named]:
             raise KeyError(f"{missing[0]} is looked at for massive tokens and missing from the values. Give it too.")
         looked_at = {name: named[name] for name in wanted}
         for name, value in looked_at.items():
-            if name not in self.sites:
+            if name not in checked:
                 self._require_finite(name, value, position, text)
         ordinary = (position != 0) & ~special
         for name, value in looked_at.items():

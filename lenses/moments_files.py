@@ -57,6 +57,7 @@ def save_moments(moments: Moments, folder: str | Path, progress: dict[str, Any] 
         "medians": moments.medians,
         "margins": list(moments.margins),
         "reason_counts": moments.reason_counts.tolist(),
+        "left_out": {reason: counts.tolist() for reason, counts in moments.left_out.items()},
         "cells": [_cell_facts(shard, stratum, cell) for (shard, stratum), cell in moments.cells.items()],
         "progress": progress,
     }
@@ -108,6 +109,7 @@ def load_moments(folder: str | Path, *, device: torch.device | str = "cpu", veri
     moments.medians = facts["medians"]
     moments.margins = tuple(facts.get("margins", (0.0, float("inf"))))
     moments.reason_counts = torch.tensor(facts["reason_counts"], dtype=torch.int64)
+    moments.left_out = {reason: torch.tensor(counts) for reason, counts in facts.get("left_out", {}).items()}
     for cell in facts["cells"]:
         moments.cells[cell["shard"], cell["stratum"]] = _read_cell(file, moments, cell, torch.device(device))
     return moments

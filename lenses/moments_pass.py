@@ -16,9 +16,9 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,12 +38,12 @@ from microtome.capture.store import Store
 from microtome.capture.store_files import writing
 from microtome.capture.tap_plan import SiteName
 from microtome.data.provenance import environment
-from microtome.lenses.corpus_pass import CorpusPass, corpus_pass
+from microtome.lenses.corpus_pass import Chunk, CorpusPass, corpus_pass
 from microtome.lenses.document_shards import SHARES, DocumentShards, shards_of_texts
 from microtome.lenses.documents import document_numbers
 from microtome.lenses.moments import CHUNK, Moments
 from microtome.lenses.moments_files import has_moments, load_moments, read_progress, save_moments
-from microtome.lenses.site_pairs import Pairs
+from microtome.lenses.site_pairs import Pairs, SiteKey
 from microtome.lenses.strata import TokenRule
 
 Shards = Mapping[str, int | float] | Mapping[int, str] | Sequence[str] | int | DocumentShards
@@ -90,15 +90,95 @@ def moments_of(
         KeyError, IndexError: a site that the model does not have.
         BlockingIOError: another process writes to the folder.
     """
+
+    def same_token(anatomy: Anatomy) -> RowPlan:
+        return RowPlan({site: site for site in expand_sites(anatomy, sites)}, pairs)
+
+    return accumulated(
+        model,
+        texts,
+        same_token,
+        documents=documents,
+        shards=shards,
+        seed=seed,
+        rule=rule,
+        shuffled=shuffled,
+        medians=medians,
+        chunk=chunk,
+        save=save,
+        checkpoint_minutes=checkpoint_minutes,
+        progress=progress,
+        max_tokens=max_tokens,
+        truncate=truncate,
+        max_length=max_length,
+        add_special_tokens=add_special_tokens,
+    )
+
+
+def _count_tokens(moments: Moments, chunk: Chunk, owners: list[int]) -> None:
+    """Each token with itself."""
+    moments.update(
+        chunk.values,
+        documents=owners,
+        position=chunk.position.cpu(),
+        is_special=chunk.is_special.cpu(),
+        text=chunk.text.cpu(),
+    )
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What a row of moments is made of.
+
+    Attributes:
+        sites: by name in the moments, in order, the site whose values are read for it.
+        pairs: of these names, as in `Moments`.
+        patterns: heads to read.
+        count_in: adds the rows of a chunk, whose tokens are of the documents given.
+        sink_share: rows that a token set apart makes a sink, about.
+        facts: for the provenance.
+    """
+
+    sites: Mapping[SiteKey, Site]
+    pairs: Pairs = "all"
+    patterns: tuple[Site, ...] = ()
+    count_in: Callable[[Moments, Chunk, list[int]], None] = _count_tokens
+    sink_share: int = 1
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def accumulated(
+    model: LoadedModel | nn.Module,
+    texts: Any,
+    plan: Callable[[Anatomy], RowPlan],
+    *,
+    documents: Iterable[Any] | None,
+    shards: Shards,
+    seed: int,
+    rule: TokenRule | None,
+    shuffled: bool,
+    medians: Mapping[str, float] | None,
+    chunk: int,
+    save: str | Path | None,
+    checkpoint_minutes: int | float,
+    progress: bool,
+    max_tokens: int,
+    truncate: Literal["left", "right"] | None,
+    max_length: int | None,
+    add_special_tokens: bool,
+) -> Moments:
+    """The pass behind `moments_of`, for any plan of rows. Raises what it raises."""
     module = model.module if isinstance(model, LoadedModel) else model
     anatomy = dissect(module)
-    wanted = expand_sites(anatomy, sites)
+    rows = plan(anatomy)
+    wanted = list(dict.fromkeys(rows.sites.values()))
     rule = _rule(rule or TokenRule(), anatomy)
     read = [*wanted, *(s for name in rule.sites([]) if (s := Site.parse(name)) not in wanted)]
     job = corpus_pass(
         model,
         texts,
         read,
+        patterns=list(rows.patterns),
         anatomy=anatomy,
         max_tokens=max_tokens,
         truncate=truncate,
@@ -111,8 +191,8 @@ def moments_of(
     widths, device = _widths(job, wanted)
     running = running_model(module)
     moments = Moments(
-        widths,
-        pairs,
+        {key: widths[site] for key, site in rows.sites.items()},
+        rows.pairs,
         shards,
         seed=seed,
         rule=rule,
@@ -124,10 +204,11 @@ def moments_of(
             "loaded": job.provenance["model"],
             "texts": job.provenance["texts"],
             "environments": [],
+            **rows.facts,
         },
     )
     moments.split.numbers(documents)
-    estimate = moments.estimate(sinks=_expected_sinks(job), device=device)
+    estimate = moments.estimate(sinks=rows.sink_share * _expected_sinks(job), device=device)
     request = moments.settings() | {
         "model": running,
         "texts": job.provenance["texts"]["token_ids_sha256"],
@@ -154,7 +235,7 @@ def moments_of(
         if progress:
             print(f"moments: {estimate}; {job.tokens:,} tokens.", file=sys.stderr)
         _record_environment(moments, device)
-        _run(job, moments, documents, start, request, save, 60 * checkpoint_minutes, progress)
+        _run(job, rows, moments, documents, start, request, save, 60 * checkpoint_minutes, progress)
     return moments
 
 
@@ -223,6 +304,7 @@ def moments_of_activations(
 
 def _run(
     job: CorpusPass,
+    rows: RowPlan,
     moments: Moments,
     documents: list[int],
     start: int,
@@ -239,14 +321,7 @@ def _run(
     saved = time.monotonic()
     with tqdm(total=job.tokens, initial=done, unit="tokens", desc="moments", disable=not progress) as bar:
         for chunk in job.chunks(start):
-            text = chunk.text.cpu()
-            moments.update(
-                chunk.values,
-                documents=[documents[t] for t in text.tolist()],
-                position=chunk.position.cpu(),
-                is_special=chunk.is_special.cpu(),
-                text=text,
-            )
+            rows.count_in(moments, chunk, [documents[t] for t in chunk.text.tolist()])
             bar.update(len(chunk))
             if chunk.number + 1 < len(job.batches) and time.monotonic() - saved >= interval:
                 checkpoint(chunk.number + 1)

@@ -10,13 +10,12 @@ import threading
 from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from microtome.capture.anatomy import Anatomy
 from microtome.capture.sites import Site
 from microtome.capture.tap_plan import Edit
-from microtome.lenses.depths import depth_of
 from microtome.lenses.transport.operator import TransportOperator
 from microtome.lenses.transport.routes import NO_SOURCE, source_columns
 
@@ -28,6 +27,7 @@ def splice_edits(
     at: Bool[Tensor, "batch token"] | str = "all",
     *,
     is_real: Bool[Tensor, "batch token"] | None = None,
+    token_ids: Int[Tensor, "batch token"] | None = None,
     by: Transport | None = None,
     anatomy: Anatomy | None = None,
 ) -> Mapping[Site, Edit]:
@@ -37,11 +37,13 @@ def splice_edits(
         at: tokens to write over, by row and column of the batch, padding included; "all", or "last" (the last column,
             as in left-padded generation).
         is_real: False at padding; all real if None. Routes need it where texts are padded.
+        token_ids: of the batch, for a route by chance, whose draws hash them.
         by: what makes y_hat of x in place of the operator itself: a control (zero, mean, copy).
         anatomy: of the model, to refuse sites that it does not offer before anything runs.
 
     Raises:
-        ValueError: another word for `at`, or a route whose head comes after the target.
+        ValueError: another word for `at`, a route whose head comes after the target, or one by chance without token
+            ids.
         KeyError, IndexError: a site the model does not offer.
     """
     if isinstance(at, str) and at not in ("all", "last"):
@@ -49,8 +51,10 @@ def splice_edits(
     source, target, head = Site.parse(operator.source), Site.parse(operator.target), operator.route.head
     if anatomy is not None:
         anatomy.expand([source, target, *([head] if head is not None else [])])
-    if head is not None and target.layer is not None and head.layer + 0.5 > depth_of(target):
+    if head is not None and target.layer is not None and _runs_after(head, target):
         raise ValueError(f"route {operator.route}: that head runs after {target} and cannot say what comes there.")
+    if operator.route.random is not None and token_ids is None:
+        raise ValueError(f"route {operator.route} draws by the texts: give token_ids=, the ids of the batch.")
     held = threading.local()  # one forward's source; threads that share these edits do not share it
     make = operator if by is None else by
 
@@ -70,7 +74,8 @@ def splice_edits(
         chosen = _chosen(at, value, real)
         if not operator.route.is_same:
             pattern = held.pattern if head is not None else None
-            columns = source_columns(operator.route, real, pattern)
+            ids = None if token_ids is None else token_ids.to(value.device)
+            columns = source_columns(operator.route, real, pattern, ids)
             chosen = chosen & (columns != NO_SOURCE)
             x = x.gather(1, columns.clamp_min(0)[:, :, None].expand(-1, -1, x.shape[2]))
         delta = torch.zeros_like(there)
@@ -83,6 +88,12 @@ def splice_edits(
     if head is not None:
         edits[head] = Edit(keep_pattern, queries="all")
     return edits | {target: Edit(write)}
+
+
+def _runs_after(head: Site, target: Site) -> bool:
+    """Whether a head's pattern is known only when the target has passed."""
+    before = ("resid_pre", "q", "k", "v", "q_rot", "k_rot")  # of the same block; its other sites come after the pattern
+    return head.layer > target.layer or (head.layer == target.layer and target.kind in before)
 
 
 def _chosen(at: Tensor | str, value: Tensor, real: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Passes that are killed: run by test_moments_pass.py as a process of its own, which forks one child per pass.
 
     python killed_moments.py FOLDER 12       a child kills itself at its n-th write to disk, n to 12; another goes on
+    python killed_moments.py FOLDER 12 routed       the same of routed moments
 
 Prints {"kills": , "resumed": , "differing": [folders whose state differs from that of an uninterrupted pass]}.
 """
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from microtome.capture import LoadedModel, dissect
 from microtome.lenses.moments_files import read_progress
 from microtome.lenses.moments_pass import moments_of
+from microtome.lenses.transport.route_moments import routed_moments
 
 torch.set_num_threads(1)  # a child of a fork has no threads but its own
 CONFIG = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -27,18 +29,20 @@ TEXTS = [[IDS.randrange(3, 100) for _ in range(IDS.randrange(2, 30))] for _ in r
 
 def run(loaded: LoadedModel, path: Path) -> None:
     """The pass that is killed: a checkpoint after each of some ten batches."""
-    moments_of(
-        loaded,
-        TEXTS,
-        ["resid", "z.1"],
-        documents=[i // 2 for i in range(len(TEXTS))],
-        shuffled=True,
-        chunk=100,
-        max_tokens=150,
-        save=path,
-        checkpoint_minutes=0,
-        progress=False,
-    )
+    options = {
+        "documents": [i // 2 for i in range(len(TEXTS))],
+        "shuffled": True,
+        "chunk": 100,
+        "max_tokens": 150,
+        "save": path,
+        "checkpoint_minutes": 0,
+        "progress": False,
+    }
+    if sys.argv[3:] == ["routed"]:
+        routes = ["same", "offset 1", "head 1.0", "random 0"]
+        routed_moments(loaded, TEXTS, ["resid_pre.0", "z.1"], "resid_post.1", routes, joined=True, **options)
+    else:
+        moments_of(loaded, TEXTS, ["resid", "z.1"], **options)
 
 
 def child(loaded: LoadedModel, path: Path, dies_at: int | None = None) -> bool:
@@ -82,7 +86,9 @@ def count_writes(dies_at: int) -> None:
 def state(path: Path) -> tuple[str, object]:
     """Hash of all tensors and what the json says of the cells: equal for equal bits."""
     facts = json.loads((path / "moments.json").read_text(encoding="utf-8"))
-    return facts["digest"], [facts[name] for name in ("cells", "documents", "medians", "reason_counts", "progress")]
+    return facts["digest"], [
+        facts[name] for name in ("cells", "documents", "medians", "reason_counts", "left_out", "progress")
+    ]
 
 
 def main() -> None:

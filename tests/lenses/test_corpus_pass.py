@@ -5,6 +5,7 @@ import torch
 
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
+from microtome.capture.tap_plan import Read
 from microtome.capture.taps import taps
 from microtome.lenses.corpus_pass import corpus_pass
 
@@ -72,6 +73,27 @@ def test_a_graph_is_kept_only_when_asked_for(loaded):
     assert next(plan.chunks(keep_graph=True)).values[SITE].requires_grad
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_patterns_are_those_of_each_text_alone(loaded, word_tokenizer, kind):
+    model = loaded(kind)
+    heads = [Site("pattern", 1, 2), Site("pattern", 0, 3)]
+    texts = 0
+    for chunk in corpus_pass(model, TEXTS, patterns=heads, max_tokens=20).chunks():
+        assert int(chunk.is_real.sum()) == len(chunk)
+        assert torch.equal(chunk.input_ids[chunk.is_real], chunk.token_ids)
+        rows = chunk.is_real.nonzero()[:, 0]
+        for row in range(len(chunk.is_real)):
+            text, at = int(chunk.text[rows == row][0]), chunk.is_real[row].nonzero()[:, 0]
+            ids = torch.tensor([word_tokenizer(TEXTS[text])["input_ids"]])
+            with torch.no_grad(), taps(model, [Read(head, queries="all") for head in heads]) as tape:
+                model.module(ids)
+            for head in heads:
+                own = chunk.patterns[head][row][at][:, at]
+                torch.testing.assert_close(own, tape[head][0], rtol=1e-4, atol=1e-5)
+            texts += 1
+    assert texts == len(TEXTS)
+
+
 def test_without_sites_nothing_runs(loaded):
     model = loaded()
     corpus_pass(model, TEXTS[:1])  # finds the parts, which runs it
@@ -82,6 +104,9 @@ def test_without_sites_nothing_runs(loaded):
 def test_what_cannot_be_passed_is_refused(loaded):
     with pytest.raises(ValueError, match="no row per token"):
         corpus_pass(loaded(), TEXTS, "pattern.0.1")
+    for several in ("pattern.0", "z.0.1"):
+        with pytest.raises(ValueError, match="is no single head's pattern"):
+            corpus_pass(loaded(), TEXTS, patterns=[several])
     with pytest.raises(KeyError, match="offers no site"):
         corpus_pass(loaded(), TEXTS, "mixer_out.0")
     with pytest.raises(ValueError, match="ready inputs"):

@@ -5,11 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path):
+
+@pytest.mark.parametrize("rows", ["", "routed"])
+def test_a_killed_pass_goes_on_to_the_same_bits(tmp_path, rows):
     script = Path(__file__).with_name("killed_moments.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "8"], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, str(script), str(tmp_path), "8", *rows.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -85,6 +85,16 @@ def test_a_head_route_takes_the_token_its_head_attends_to_most(llama, ids):
             assert torch.allclose(tape["resid_post.1"][row, query], found(source), atol=1e-5)
 
 
+@pytest.mark.parametrize(("target", "is_before"), [("attn_out.1", True), ("z.1", True), ("resid_pre.1", False)])
+def test_a_pattern_is_known_to_what_its_block_adds_but_not_to_what_enters(target, is_before):
+    found = operator(32, "resid_post.0", target, "head 1.2")
+    if is_before:
+        assert len(splice_edits(found)) == 3
+    else:
+        with pytest.raises(ValueError, match="runs after"):
+            splice_edits(found)
+
+
 def test_refuses_a_head_that_runs_after_the_target_and_a_mask_of_another_batch(llama, ids):
     with pytest.raises(ValueError, match="runs after"):
         splice_edits(operator(32, "resid_post.0", "resid_post.1", "head 2.0"))
