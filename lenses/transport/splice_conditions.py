@@ -83,7 +83,7 @@ class Splice:
             "shuffled": self.shuffled is None,
             "mean": self.mean is None,
         }
-        return (*(name for name in CONDITIONS if not lacking.get(name, False)), *self.others)
+        return ("operator", *self.others, *(name for name in CONDITIONS[1:] if not lacking.get(name, False)))
 
     def writer(self, condition: str) -> Transport:
         """The function from x to what is written.

@@ -17,9 +17,11 @@ from microtome.capture.dissect import dissect
 from microtome.capture.taps import taps
 from microtome.lenses.linear_map import LinearMap, identity_map
 from microtome.lenses.made_for import facts_of
+from microtome.lenses.moments_pass import moments_of
+from microtome.lenses.ridge_pairs import ridge_pairs
 from microtome.lenses.transport.operator import TransportOperator, operator_of
 from microtome.lenses.transport.splice import splice_edits
-from microtome.lenses.transport.splice_conditions import Splice
+from microtome.lenses.transport.splice_conditions import Splice, splice_from_moments
 from microtome.lenses.transport.splice_effects import SpliceEffects
 from microtome.lenses.transport.splice_positions import spliced_tokens
 from microtome.lenses.transport.splice_study import splice_effects
@@ -97,7 +99,12 @@ def test_every_number_is_that_of_logits_from_plain_hooks(tiny, kind: str) -> Non
         "zero": torch.zeros_like,
         "rank 2": lambda x: x @ tested.others["rank 2"].weight + tested.others["rank 2"].intercept,
     }
-    assert [name for positions, name in table.index if positions == "3"] == ["clean", *writes]
+    assert [name for positions, name in table.index if positions == "3"] == [
+        "clean",
+        "operator",
+        "rank 2",
+        *list(writes)[1:-1],
+    ]
     for name, write in writes.items():
         for one in at:
             sums = dict.fromkeys(["kl_s", "kl_l", "same", "s", "l", "nats", "clean", "tokens", "text", "all"], 0.0)
@@ -373,7 +380,7 @@ def test_what_does_not_fit_is_said(tiny) -> None:
         splice_effects(model, TEXTS, [drawn(), drawn(1)])
     with pytest.raises(ValueError, match=r"give Splice\(operator, mean="):
         splice_effects(model, TEXTS, drawn(), conditions=["mean"])
-    with pytest.raises(ValueError, match="There are operator, identity"):
+    with pytest.raises(ValueError, match="There are operator, identity, intercept, zero"):
         splice_effects(model, TEXTS, drawn(), conditions=["resample"])
     with pytest.raises(ValueError, match="Give numbers of tokens"):
         splice_effects(model, TEXTS, drawn(), at=(0,))
@@ -387,6 +394,28 @@ def test_what_does_not_fit_is_said(tiny) -> None:
     huge = operator_of(LinearMap(torch.zeros(32, 32), torch.full((32,), float("nan")), "nan", SOURCE, TARGET))
     with pytest.raises(ValueError, match="gives NaN"):
         splice_effects(model, TEXTS, huge)
+
+
+def test_a_splice_from_moments_is_fitted_on_the_fit_shard(tiny) -> None:
+    model = LoadedModel.from_module(tiny("llama"), name="tiny")
+    texts = [torch.randint(5, 110, (20,), generator=DRAW).tolist() for _ in range(30)]
+    moments = moments_of(model, texts, [SOURCE, TARGET], shuffled=True, progress=False)
+    made = splice_from_moments(moments, SOURCE, TARGET, ranks=(4,))
+    assert made.conditions == ("operator", "rank 4", "identity", "shuffled", "mean", "intercept", "zero")
+    pair = (SOURCE, TARGET)
+    for operator, mixed in ((made.operator, False), (made.shuffled, True)):
+        found = ridge_pairs(moments, [pair], keep_maps=True, shuffled=mixed).maps[pair]
+        torch.testing.assert_close(operator.weight, found.weight)
+        torch.testing.assert_close(operator.intercept, found.intercept)
+        assert (operator.source, operator.target, operator.stratum) == (*pair, "rest")
+    torch.testing.assert_close(made.mean, moments.pair(*pair, "fit").mean_y)
+    assert int(torch.linalg.matrix_rank(made.others["rank 4"].weight)) == 4
+    alone = splice_from_moments(moments_of(model, texts, [SOURCE, TARGET], progress=False), *pair)
+    assert alone.shuffled is None
+    with pytest.raises(ValueError, match="was made for weights"):
+        splice_effects(tiny("llama", seed=1), texts[:2], made)
+    table = rows(splice_effects(model, texts[:6], made, at="all"))["cross_entropy"]["all"]
+    assert table["mean"] == pytest.approx(table["shuffled"], abs=0.5)
 
 
 def test_edits_do_not_outlive_an_error(tiny) -> None:
