@@ -2,13 +2,14 @@
 
     for each batch: clean -> for each operator, number of tokens, condition: spliced -> KL, agreement, nats by text
 
-Only what the unembedding reads is kept of a forward. Positions before the first one written over are the clean ones
-and are not scored again; the conditions of one operator and number go through the vocabulary together, so that the
-clean side is computed once and no tensor of tokens x vocabulary is made.
+Only what the unembedding reads is kept of a forward, and only the blocks behind the target run again (`still_blocks`).
+Positions before the first one written over are the clean ones and are not scored again; the conditions of one operator
+and number go through the vocabulary together, so that the clean side is computed once and no tensor of tokens x
+vocabulary is made.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from microtome.lenses.transport.routes import NO_SOURCE, source_columns
 from microtome.lenses.transport.splice import splice_edits
 from microtome.lenses.transport.splice_conditions import Splice
 from microtome.lenses.transport.splice_positions import At, spliced_tokens
+from microtome.lenses.transport.still_blocks import blocks_standing_still, outputs_kept, still_layers
 from microtome.lenses.unembedding import Unembedding
 
 # of each text and case: "spliced" are the tokens written over, "later" the others behind the first of them; nats are
@@ -51,6 +53,7 @@ class SplicePass:
         conditions: of each splice.
         seed, sinks, first: of the choice of tokens: whether sinks may be chosen, and from which position on.
         medians: by residual site, what massive tokens are judged by; none judges by position and token alone.
+        stands: by splice, whether its first blocks may stand still: found at its first forward.
     """
 
     plan: CorpusPass
@@ -62,6 +65,7 @@ class SplicePass:
     sinks: bool
     first: int
     medians: Mapping[str, float]
+    stands: dict[int, bool] = field(default_factory=dict)
 
     @property
     def cases(self) -> list[tuple[int, At, str]]:
@@ -86,13 +90,12 @@ class SplicePass:
         has_next = is_real & torch.cat([is_real[:, 1:], torch.zeros_like(is_real[:, :1])], 1)
         targets = torch.where(has_next, batch.input_ids.roll(-1, 1), -1)
         heads = {site for splice in self.splices if (site := splice.operator.route.head) is not None}
-        tape = self._forward(
-            batch,
-            [
-                *(Read(site, select=_largest) for site in self.medians if Site.parse(site) != self.plan.sites[0]),
-                *(Read(head, queries="all") for head in heads),
-            ],
-        )
+        reads = [Read(site, select=_largest) for site in self.medians if Site.parse(site) != self.plan.sites[0]]
+        reads += [Read(head, queries="all") for head in heads]
+        module, anatomy = self.plan.module, self.plan.anatomy
+        still = [still_layers(splice.operator, anatomy, module) for splice in self.splices]
+        with outputs_kept(module, anatomy, tuple({layer for layers, _ in still for layer in layers})) as held:
+            tape = self._forward(batch, reads)
         tick(int(is_real.sum()))
         clean = tape[self.plan.sites[0]]
         sink = self._sinks(batch, is_real, tape)
@@ -101,7 +104,7 @@ class SplicePass:
         of_text = torch.stack([has_next.sum(1).cpu(), nats.sum(1), sink.sum(1).cpu()], 1).double().numpy()
         sums = np.zeros((len(is_real), len(self.cases), len(SUMS)))
         case = 0
-        for splice, names in zip(self.splices, self.conditions, strict=True):
+        for n, (splice, names) in enumerate(zip(self.splices, self.conditions, strict=True)):
             allowed = self._allowed(splice, is_real, sink, tape)
             chosen, _ = spliced_tokens(allowed, has_next, batch.input_ids, is_real, self.at, self.seed)
             for at in self.at:
@@ -115,12 +118,26 @@ class SplicePass:
                 states = []
                 for condition in names:
                     edits = splice_edits(splice.operator, mask, is_real=is_real, by=splice.writer(condition))
-                    states.append(self._forward(batch, [], edits, rows)[self.plan.sites[0]])
+                    states.append(self._spliced(n, batch, edits, rows, held, still[n][1]))
                     tick(int(is_real.sum()))
                 found = self._statistics(torch.stack(states), clean, rows, targets)
                 sums[:, here] = _sums(found, mask, rows, has_next, sink, nats)
                 _require_numbers(sums[:, here], splice, names, at, batch.row_ids)
         return batch.row_ids, sums, of_text
+
+    def _spliced(
+        self, n: int, batch: Batch, edits: Any, rows: Tensor, held: Mapping[int, Any], count: int
+    ) -> Float[Tensor, "row d_model"]:
+        """What the unembedding reads at rows; the first blocks stand still where that changes no bit."""
+        if not count or not self.stands.get(n, True):
+            return self._forward(batch, [], edits, rows)[self.plan.sites[0]]
+        with blocks_standing_still(self.plan.module, self.plan.anatomy, held, count):
+            found = self._forward(batch, [], edits, rows)[self.plan.sites[0]]
+        if n not in self.stands:
+            whole = self._forward(batch, [], edits, rows)[self.plan.sites[0]]
+            self.stands[n] = torch.equal(found, whole)
+            return whole
+        return found
 
     def _forward(
         self,

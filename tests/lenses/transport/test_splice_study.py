@@ -25,6 +25,7 @@ from microtome.lenses.transport.splice_conditions import Splice, splice_from_mom
 from microtome.lenses.transport.splice_effects import SpliceEffects
 from microtome.lenses.transport.splice_positions import spliced_tokens
 from microtome.lenses.transport.splice_study import splice_effects
+from microtome.lenses.transport.still_blocks import blocks_standing_still
 
 SCRIPT = Path(__file__).with_name("killed_splices.py")
 DRAW = torch.Generator().manual_seed(3)
@@ -416,6 +417,52 @@ def test_a_splice_from_moments_is_fitted_on_the_fit_shard(tiny) -> None:
         splice_effects(tiny("llama", seed=1), texts[:2], made)
     table = rows(splice_effects(model, texts[:6], made, at="all"))["cross_entropy"]["all"]
     assert table["mean"] == pytest.approx(table["shuffled"], abs=0.5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "neox", "neox_sequential", "gemma2", "qwen3"])
+def test_only_blocks_behind_the_target_run_again(tiny, kind: str, monkeypatch) -> None:
+    model = tiny(kind)
+    pairs = [("resid_pre.0", "resid_post.1"), (SOURCE, TARGET), ("resid_pre.1", "mlp_out.2"), ("attn_out.1", "z.2")]
+    tested = [drawn(n, *pair) for n, pair in enumerate(pairs)]
+    runs = []
+    base = model.base_model
+    blocks = base.h if hasattr(base, "h") else base.layers
+    mixers = [getattr(b, "attn", None) or getattr(b, "self_attn", None) or b.attention for b in blocks]
+    handles = [mixer.register_forward_hook(lambda *_, n=n: runs.append(n)) for n, mixer in enumerate(mixers)]
+    dissect(model)
+    runs.clear()
+    options = {"at": "all", "conditions": ["operator", "zero", "intercept"]}
+    found = splice_effects(model, TEXTS, tested, **options)
+    # 1 clean, and of each operator 3 spliced and 1 to compare
+    assert [runs.count(n) for n in range(3)] == [1 + 4, 1 + 4 + 3, 1 + 16]
+    assert all("forward" not in vars(block) for block in blocks)
+    runs.clear()
+    monkeypatch.setattr("microtome.lenses.transport.splice_pass.still_layers", lambda *_: ((), 0))
+    whole = splice_effects(model, TEXTS, tested, **options)
+    assert [runs.count(n) for n in range(3)] == [1 + 12] * 3
+    assert np.array_equal(found.sums, whole.sums)
+    for handle in handles:
+        handle.remove()
+
+
+def test_all_blocks_run_where_standing_still_changes_anything(tiny, monkeypatch) -> None:
+    model = tiny("llama")
+    dissect(model)
+    expected = splice_effects(model, TEXTS, drawn(), at="all", conditions=["zero"])
+    seen = []
+
+    def wrong(module, anatomy, held, count):
+        seen.append(count)
+        return blocks_standing_still(module, anatomy, {layer: _shifted(one) for layer, one in held.items()}, count)
+
+    monkeypatch.setattr("microtome.lenses.transport.splice_pass.blocks_standing_still", wrong)
+    found = splice_effects(model, TEXTS, drawn(), at=(1, "all"), conditions=["identity", "zero"])
+    assert seen == [2]
+    assert np.array_equal(found.sums[:, 3], expected.sums[:, 0])
+
+
+def _shifted(output):
+    return (output[0] + 1, *output[1:]) if isinstance(output, tuple) else output + 1
 
 
 def test_edits_do_not_outlive_an_error(tiny) -> None:
