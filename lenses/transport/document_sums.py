@@ -1,11 +1,19 @@
 """Sums over the rows of each document, column by column, and what a bootstrap over documents says of ratios of them.
 
-    R2 = 1 - sum_doc E / sum_doc S,     S = sum (a - m)^2, m fixed;   or  S = A2 - A1^2 / n about the mean of the rows
+    R2 = 1 - r,   r = sum_doc E / sum_doc S,     S = sum (a - m)^2, m fixed;   or A2 - A1^2 / n, about the rows' mean
 
 A draw counts document g c_g times, (c_1..c_G) ~ Multinomial(G, 1/G); sums of a draw are c @ sums, so rows are gone by
-then: columns are done some at a time, and 16,000 columns of 200 documents are one product of 1,000 x 200 x 16,000.
-Rows of one document are alike; intervals that draw tokens would be too narrow by the square root of that likeness. The
-interval is the percentile one (Efron and Tibshirani 1993, ch. 13).
+then: 16,000 columns of 200 documents are six products of 1,000 x 200 x 16,000, done some columns at a time. The
+interval is the bootstrap-t one (Efron and Tibshirani 1993, ch. 12.5) of log r, its standard error in every draw that of
+a ratio of sums, sqrt(sum_g c_g (E_g - r S_g)^2) / (r sum_g c_g S_g); of r itself where E may be negative.
+
+Rows of one document are alike, and intervals that draw tokens are too narrow by as much as that. Covered, nominal 95 %,
+in 1,000 corpora each (30 tokens a document, shift by document, normal or with a log-normal spread of 0.7):
+
+    documents, shift      bootstrap-t    percentile    percentile over tokens
+    50, normal                0.95          0.94                 0.46
+    50, log-normal            0.90          0.83                 0.25
+    200, log-normal           0.93          0.88
 """
 
 from collections.abc import Hashable
@@ -15,18 +23,18 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-_COLUMNS = 2048
+_COLUMNS = 1024
 
 
 class DocumentSums:
-    """An accumulator by key: `[document, column]`, float64 on the CPU; 0 where nothing came."""
+    """An accumulator by key: `[document, column]`, float64 on the CPU."""
 
     def __init__(self, documents: int) -> None:
         self.documents = documents
         self._sums: dict[Hashable, Tensor] = {}
 
     def add(self, key: Hashable, rows: Float[Tensor, "row column"], document: Int64[Tensor, " row"]) -> None:
-        """Count in some rows; their products are summed in their own dtype, some hundred at a time."""
+        """Count in some rows, at most a few thousand: their sums by document are taken in their own dtype."""
         if key not in self._sums:
             self._sums[key] = torch.zeros(self.documents, rows.shape[1], dtype=torch.float64)
         there, place = document.unique(return_inverse=True)
@@ -56,19 +64,6 @@ def total_squares(
     return squares if is_mean_known else squares - sums.square() / counts.clamp_min(1)
 
 
-def r2_draws(
-    weights: Float64[Tensor, "draw document"],
-    errors: Float64[Tensor, "document column"],
-    counts: Float64[Tensor, "document 1"],
-    sums: Float64[Tensor, "document column"],
-    squares: Float64[Tensor, "document column"],
-    is_mean_known: bool,
-) -> Float64[Tensor, "draw column"]:
-    """R2 of each draw; NaN where nothing varies in it."""
-    total = total_squares(weights @ counts, weights @ sums, weights @ squares, is_mean_known)
-    return torch.where(total > 0, 1 - (weights @ errors) / total, torch.nan)
-
-
 def r2_interval(
     weights: Float64[Tensor, "draw document"],
     errors: Float64[Tensor, "document column"],
@@ -76,18 +71,55 @@ def r2_interval(
     sums: Float64[Tensor, "document column"],
     squares: Float64[Tensor, "document column"],
     is_mean_known: bool,
+    *,
     level: float = 0.95,
+    signed: bool = False,
 ) -> tuple[Float64[Tensor, " column"], Float64[Tensor, " column"]]:
-    """Low and high end of R2 of every column; NaN with fewer than two documents, of which nothing can be said."""
+    """Low and high end of R2 of every column; NaN with fewer than two documents, of which nothing can be said.
+
+    Args:
+        weights: `document_draws`.
+        errors: E by document.
+        counts, sums, squares: rows, A1 and A2 (or S) by document.
+        signed: E may be negative, as a difference of two errors is: 1 - R2 is then no ratio to take the log of.
+    """
     n_columns = errors.shape[1]
     if weights.shape[1] < 2:
         empty = torch.full((n_columns,), torch.nan, dtype=torch.float64)
         return empty, empty.clone()
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     ends = []
     for start in range(0, n_columns, _COLUMNS):
         some = slice(start, start + _COLUMNS)
-        drawn = r2_draws(weights, errors[:, some], counts, sums[:, some], squares[:, some], is_mean_known)
-        ends.append(torch.nanquantile(drawn.T.contiguous(), tails, dim=1))
+        parts = errors[:, some], counts, sums[:, some], squares[:, some]
+        ends.append(_ratio_ends(weights, *parts, is_mean_known, level, signed))
     low, high = torch.cat(ends, dim=1)
-    return low, high
+    return 1 - high, 1 - low
+
+
+def _ratio_ends(
+    weights: Tensor,
+    errors: Tensor,
+    counts: Tensor,
+    sums: Tensor,
+    squares: Tensor,
+    is_mean_known: bool,
+    level: float,
+    signed: bool,
+) -> Float64[Tensor, "2 column"]:
+    mean = sums.sum(0) / counts.sum()
+    spread = squares if is_mean_known else squares - 2 * mean * sums + mean.square() * counts
+
+    def statistic(drawn: Tensor) -> tuple[Tensor, Tensor]:
+        below = total_squares(drawn @ counts, drawn @ sums, drawn @ squares, is_mean_known)
+        ratio = torch.where(below > 0, (drawn @ errors) / below, torch.nan)
+        squared = drawn @ errors.square() - 2 * ratio * (drawn @ (errors * spread))
+        error = (squared + ratio.square() * (drawn @ spread.square())).clamp_min(0).sqrt() / below
+        return (ratio, error) if signed else (ratio.log(), error / ratio)
+
+    centre, error = statistic(torch.ones(1, len(counts), dtype=torch.float64))
+    drawn, errors_drawn = statistic(weights)
+    usable = errors_drawn > 1e-9 * error  # not so where a draw is of one document alone
+    studentized = torch.where(usable, (drawn - centre) / errors_drawn, torch.nan)
+    tails = torch.tensor([(1 + level) / 2, (1 - level) / 2], dtype=torch.float64)
+    found = centre - torch.nanquantile(studentized.T.contiguous(), tails, dim=1) * error
+    return found if signed else torch.where(errors.sum(0) > 0, found.exp(), 0.0)  # an error of 0 is one in any draw
