@@ -73,15 +73,30 @@ def r2_interval(
     is_mean_known: bool,
     *,
     level: float = 0.95,
+) -> tuple[Float64[Tensor, " column"], Float64[Tensor, " column"]]:
+    """Low and high end of R2 = 1 - r of every column, as `ratio_interval`."""
+    low, high = ratio_interval(weights, errors, counts, sums, squares, is_mean_known, level=level)
+    return 1 - high, 1 - low
+
+
+def ratio_interval(
+    weights: Float64[Tensor, "draw document"],
+    errors: Float64[Tensor, "document column"],
+    counts: Float64[Tensor, "document 1"],
+    sums: Float64[Tensor, "document column"],
+    squares: Float64[Tensor, "document column"],
+    is_mean_known: bool,
+    *,
+    level: float = 0.95,
     signed: bool = False,
 ) -> tuple[Float64[Tensor, " column"], Float64[Tensor, " column"]]:
-    """Low and high end of R2 of every column; NaN with fewer than two documents, of which nothing can be said.
+    """Low and high end of r of every column; NaN with fewer than two documents, of which nothing can be said.
 
     Args:
         weights: `document_draws`.
         errors: E by document.
         counts, sums, squares: rows, A1 and A2 (or S) by document.
-        signed: E may be negative, as a difference of two errors is: 1 - R2 is then no ratio to take the log of.
+        signed: E may be negative, as a difference of two errors is: r is then no number to take the log of.
     """
     n_columns = errors.shape[1]
     if weights.shape[1] < 2:
@@ -93,7 +108,7 @@ def r2_interval(
         parts = errors[:, some], counts, sums[:, some], squares[:, some]
         ends.append(_ratio_ends(weights, *parts, is_mean_known, level, signed))
     low, high = torch.cat(ends, dim=1)
-    return 1 - high, 1 - low
+    return low, high
 
 
 def _ratio_ends(
