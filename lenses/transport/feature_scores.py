@@ -91,8 +91,7 @@ def feature_scores(
     Raises:
         ValueError: shares out of range, no draws, or an operator for which no token counts.
     """
-    if not 0 < threshold < 1 or not 0 < null_quantile < 1 or draws < 1:
-        raise ValueError(f"threshold={threshold}, null_quantile={null_quantile} (0 to 1), draws={draws} (1 or more).")
+    require_settings(draws, threshold, null_quantile)
     found = [
         _scored(sums, number, names, draws, seed, threshold, null_quantile) for number in range(len(sums.operators))
     ]
@@ -102,6 +101,15 @@ def feature_scores(
     }
     table = pd.concat([table for table, _ in found], ignore_index=True)
     return FeatureTransport(table, tuple(top for _, top in found), said | dict(facts or {}))
+
+
+def require_settings(draws: int, threshold: float, null_quantile: float) -> None:
+    """Raise ValueError for shares out of range, or no draws."""
+    if not 0 < threshold < 1 or not 0 < null_quantile < 1 or draws < 1:
+        raise ValueError(
+            f"threshold={threshold} and null_quantile={null_quantile} are to lie between 0 and 1, draws={draws} to be 1 "
+            "or more."
+        )
 
 
 def _scored(

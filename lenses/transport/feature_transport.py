@@ -23,7 +23,7 @@ from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.pair_splits import MomentSource
 from microtome.lenses.strata import TokenRule
 from microtome.lenses.transport.direction_rows import Directions, directions_by_site, names_by_site
-from microtome.lenses.transport.feature_scores import FeatureTransport, feature_scores
+from microtome.lenses.transport.feature_scores import FeatureTransport, feature_scores, require_settings
 from microtome.lenses.transport.feature_sums import Encoder, FeatureSums
 from microtome.lenses.transport.operator import TransportOperator, operator_of
 from microtome.lenses.transport.transport_rows import transport_pass
@@ -73,10 +73,11 @@ def feature_transport(
         max_tokens, encoding: of the pass (truncate, max_length, add_special_tokens).
 
     Raises:
-        ValueError: an operator of another model, directions of another width, of length 0 or not finite, for a target
+        ValueError: settings out of range, an operator of another model, directions of another width, of length 0 or not finite, for a target
             that no operator writes; an operator without directions or without its null; no token in the stratum.
         KeyError, IndexError: a site that the model does not offer.
     """
+    require_settings(draws, threshold, null_quantile)
     chosen = as_operators(operators)
     for operator in chosen:
         operator.require_model(model)

@@ -35,7 +35,7 @@ def planted(documents: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch
     y[:, 3] = noise[:, 3]
     y[:, 4] = (x[:, 4] + noise[:, 4]) / 2**0.5
     y[:, 5] = 0.45 * x[:, 5] + 0.9 * noise[:, 5]
-    y[:, 6] = 3.0
+    y[:, 6] = 3 + 4.44e-16 * noise[:, 6].sign().clamp_min(0)  # nothing but rounding
     y[:, 7] = x[:, 7] + 0.5 * noise[:, 7]
     x[:, 1] += 2
     return x, y, document
