@@ -107,8 +107,8 @@ def require_settings(draws: int, threshold: float, null_quantile: float) -> None
     """Raise ValueError for shares out of range, or no draws."""
     if not 0 < threshold < 1 or not 0 < null_quantile < 1 or draws < 1:
         raise ValueError(
-            f"threshold={threshold} and null_quantile={null_quantile} are to lie between 0 and 1, draws={draws} to be 1 "
-            "or more."
+            f"threshold={threshold} and null_quantile={null_quantile} are to lie between 0 and 1, draws={draws} to "
+            "be 1 or more."
         )
 
 

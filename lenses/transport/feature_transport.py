@@ -73,8 +73,9 @@ def feature_transport(
         max_tokens, encoding: of the pass (truncate, max_length, add_special_tokens).
 
     Raises:
-        ValueError: settings out of range, an operator of another model, directions of another width, of length 0 or not finite, for a target
-            that no operator writes; an operator without directions or without its null; no token in the stratum.
+        ValueError: settings out of range, an operator of another model, directions of another width, of length 0 or
+            not finite, for a target that no operator writes; an operator without directions or without its null; no
+            token in the stratum.
         KeyError, IndexError: a site that the model does not offer.
     """
     require_settings(draws, threshold, null_quantile)
