@@ -14,16 +14,12 @@ few minutes, and the same call goes on from there after a kill, to the very same
 
 import hashlib
 import json
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -35,14 +31,12 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.running_model import running_model
 from microtome.capture.sites import Site
 from microtome.capture.store import Store
-from microtome.capture.store_files import writing
 from microtome.capture.tap_plan import SiteName
-from microtome.data.provenance import environment
 from microtome.lenses.corpus_pass import CorpusPass, corpus_pass
 from microtome.lenses.document_shards import SHARES, DocumentShards, shards_of_texts
 from microtome.lenses.documents import document_numbers
 from microtome.lenses.moments import CHUNK, Moments
-from microtome.lenses.moments_files import has_moments, load_moments, read_progress, save_moments
+from microtome.lenses.resumed_moments import accumulate
 from microtome.lenses.site_pairs import Pairs
 from microtome.lenses.strata import TokenRule
 
@@ -93,7 +87,7 @@ def moments_of(
     module = model.module if isinstance(model, LoadedModel) else model
     anatomy = dissect(module)
     wanted = expand_sites(anatomy, sites)
-    rule = _rule(rule or TokenRule(), anatomy)
+    rule = rule_of(rule or TokenRule(), anatomy)
     read = [*wanted, *(s for name in rule.sites([]) if (s := Site.parse(name)) not in wanted)]
     job = corpus_pass(
         model,
@@ -108,7 +102,7 @@ def moments_of(
     documents = document_numbers(documents, len(job.texts)).tolist()
     if isinstance(shards, Sequence) and not isinstance(shards, str):
         shards = shards_of_texts(shards, documents)
-    widths, device = _widths(job, wanted)
+    widths, device = widths_of(job, wanted)
     running = running_model(module)
     moments = Moments(
         widths,
@@ -127,7 +121,6 @@ def moments_of(
         },
     )
     moments.split.numbers(documents)
-    estimate = moments.estimate(sinks=_expected_sinks(job), device=device)
     request = moments.settings() | {
         "model": running,
         "texts": job.provenance["texts"]["token_ids_sha256"],
@@ -135,27 +128,7 @@ def moments_of(
         "max_tokens": max_tokens,
         "medians": dict(medians) if medians else None,
     }
-    start = 0
-    with ExitStack() as lock:
-        if save is not None:
-            save = Path(save)
-            save.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(writing(save))
-            if has_moments(save):
-                state = read_progress(save) or {}
-                _require_same(save, state.get("request", {}), request)
-                start = state["next_batch"]
-        if start < len(job.batches):
-            estimate.require_memory()
-        if start:
-            moments = load_moments(save, device=device)
-        if start == len(job.batches):
-            return moments
-        if progress:
-            print(f"moments: {estimate}; {job.tokens:,} tokens.", file=sys.stderr)
-        _record_environment(moments, device)
-        _run(job, moments, documents, start, request, save, 60 * checkpoint_minutes, progress)
-    return moments
+    return accumulate(job, moments, documents, request, device, save, checkpoint_minutes, progress)
 
 
 def expand_sites(anatomy: Anatomy, sites: Sequence[SiteName] | SiteName) -> list[Site]:
@@ -221,41 +194,7 @@ def moments_of_activations(
     return moments
 
 
-def _run(
-    job: CorpusPass,
-    moments: Moments,
-    documents: list[int],
-    start: int,
-    request: dict[str, Any],
-    save: Path | None,
-    interval: int | float,
-    progress: bool,
-) -> None:
-    def checkpoint(next_batch: int) -> None:
-        if save is not None:
-            save_moments(moments, save, {"request": request, "next_batch": next_batch, "batches": len(job.batches)})
-
-    done = sum(job.tokens_of(number) for number in range(start))
-    saved = time.monotonic()
-    with tqdm(total=job.tokens, initial=done, unit="tokens", desc="moments", disable=not progress) as bar:
-        for chunk in job.chunks(start):
-            text = chunk.text.cpu()
-            moments.update(
-                chunk.values,
-                documents=[documents[t] for t in text.tolist()],
-                position=chunk.position.cpu(),
-                is_special=chunk.is_special.cpu(),
-                text=text,
-            )
-            bar.update(len(chunk))
-            if chunk.number + 1 < len(job.batches) and time.monotonic() - saved >= interval:
-                checkpoint(chunk.number + 1)
-                saved = time.monotonic()
-    moments.finish()
-    checkpoint(len(job.batches))
-
-
-def _rule(rule: TokenRule, anatomy: Anatomy) -> TokenRule:
+def rule_of(rule: TokenRule, anatomy: Anatomy) -> TokenRule:
     """Massive tokens are looked for at every residual depth, so that strata do not depend on the chosen sites."""
     if not rule.massive or rule.looked_at is not None:
         return rule
@@ -265,36 +204,8 @@ def _rule(rule: TokenRule, anatomy: Anatomy) -> TokenRule:
         return rule
 
 
-def _widths(job: CorpusPass, sites: Sequence[Site]) -> tuple[dict[Site, int], torch.device]:
+def widths_of(job: CorpusPass, sites: Sequence[Site]) -> tuple[dict[Site, int], torch.device]:
     """Width of every site, and where values come, from a run of the shortest text."""
     shortest = min(range(len(job.texts)), key=lambda number: job.texts[number].length)
     values = next(replace(job, batches=((shortest,),)).chunks()).values
     return {site: values[site][0].numel() for site in sites}, values[sites[0]].device
-
-
-def _expected_sinks(job: CorpusPass) -> int:
-    return sum(int(text.is_special.sum()) + 1 for text in job.texts)
-
-
-def _require_same(folder: Path, held: dict[str, Any], wanted: dict[str, Any]) -> None:
-    wanted = json.loads(json.dumps(wanted))
-    differing = [name for name in wanted if held.get(name) != wanted[name]]
-    if differing:
-        said = "; ".join(f"{name}: {_brief(held.get(name))} there, {_brief(wanted[name])} now" for name in differing)
-        raise ValueError(
-            f"{folder} holds moments of another request ({said}). Nothing was changed. Give another folder, or remove "
-            "that one."
-        )
-
-
-def _brief(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 120 else f"{text[:90]}...{text[-20:]}"
-
-
-def _record_environment(moments: Moments, device: torch.device) -> None:
-    facts = environment()
-    now = {name: facts[name] for name in ("processor", "accelerator", "threads", "commit", "python")}
-    now |= {"device": str(device), "torch": torch.__version__, "transformers": transformers.__version__}
-    if now not in moments.provenance["environments"]:
-        moments.provenance["environments"].append(now)
