@@ -41,7 +41,8 @@ class Chunk:
         token_ids: the tokens.
         targets: the token that follows in the text, -1 at its end.
         is_special: BOS and the like.
-        values: by site, `[token, ...]` as the model computes them, on its device.
+        values: by site, `[token, ...]` as the model computes them, on its device; of several models at once, by
+            (model's name, site).
     """
 
     number: int
@@ -50,7 +51,7 @@ class Chunk:
     token_ids: Int64[Tensor, " token"]
     targets: Int64[Tensor, " token"]
     is_special: Bool[Tensor, " token"]
-    values: Mapping[Site, Tensor] = field(default_factory=dict)
+    values: Mapping[Site | tuple[str, Site], Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.text)

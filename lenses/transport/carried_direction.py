@@ -123,4 +123,4 @@ def _cosines(rows: Tensor, unit: Tensor) -> Tensor:
 def _share(cosine: float, draws: Tensor) -> float:
     if not len(draws):
         return torch.nan
-    return (1 + int((draws.abs() >= abs(cosine)).sum())) / (1 + len(draws))
+    return (1 + int((draws.abs() >= abs(cosine) - 1e-12).sum())) / (1 + len(draws))
