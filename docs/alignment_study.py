@@ -64,13 +64,13 @@ def seeds() -> None:
 def no_training() -> None:
     """SmolLM2 and the same architecture with random weights."""
     model = load_model("smollm2")
-    moments = joint({"trained": model, "fresh": untrained(model, seed=0)}, 120_000, SMOLLM2_SITES)
+    moments = joint({"trained": model, "fresh": untrained(model, seed=0)}, 80_000, SMOLLM2_SITES)
     report("SmolLM2 and untrained", alignment(moments, "trained", "fresh", progress=True))
 
 
 def words() -> None:
     """SmolLM2 and MiniLM at the last token of each word."""
-    corpus = plain_english(characters=160_000, split="test", passage=600)
+    corpus = plain_english(characters=100_000, split="test", passage=600)
     given = {"positions": "all", "token_labels": {"word_end": word_ends}}
     captures = {
         "smollm2": capture(load_model("smollm2"), corpus["text"], SMOLLM2_SITES, **given),
@@ -78,8 +78,7 @@ def words() -> None:
     }
     aligned = aligned_activations(captures, on="word_end")
     print(f"{len(aligned.rows):,} words; without a partner: {aligned.unmatched}")
-    documents = [f"{name} {part}" for name, part in zip(corpus["document"], corpus["part"], strict=True)]
-    moments = moments_of_aligned(aligned, documents=documents, shuffled=True)
+    moments = moments_of_aligned(aligned, documents=corpus["document"], shuffled=True)
     report("MiniLM and SmolLM2", alignment(moments, "minilm", "smollm2", progress=True))
 
 

@@ -25,9 +25,9 @@ def test_training_is_decided_by_the_seed_and_learns(tiny_models):
 
     def trained(seed: int):
         module = tiny_models.tiny_llama(2, 16, seed)
-        losses = tiny_models.train(module, stream, seed, 12)
+        losses = tiny_models.train(module, stream, seed, 40)
         assert not module.training
-        assert losses[-1] < losses[0] - 0.5
+        assert losses[-1] < losses[0] - 1
         return module.state_dict()
 
     one, same, other = trained(0), trained(0), trained(1)

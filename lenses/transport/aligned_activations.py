@@ -177,11 +177,12 @@ def moments_of_aligned(
     )
     moments.estimate().require_memory()
     position, special = _places(aligned, set(special_tokens))
+    numbers = {name: aligned.numbers(name) for name in aligned.captures}
     with tqdm(total=len(text), unit="rows", desc="moments", disable=not progress) as bar:
         for start in range(0, len(text), CHUNK):
             some = slice(start, start + CHUNK)
             values = {
-                (name, site): in_memory(tensor[aligned.numbers(name)[some].to(tensor.device)])
+                (name, site): in_memory(tensor[numbers[name][some].to(tensor.device)])
                 for name, held in aligned.captures.items()
                 for site, tensor in held.tensors.items()
             }

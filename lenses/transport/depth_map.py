@@ -36,7 +36,8 @@ class DepthMap:
             the deeper one), best_depth, score, margin (to the runner-up), close (how many sites are within the
             tolerance of the best, itself included), close_from and close_to (the first and last of these), path (its
             site on the monotone path), path_depth, path_score.
-        summary: one row per direction: is_monotone (the best match never goes back), score, path_score and
+        summary: one row per direction: is_monotone (the best match never goes back), matched (how many sites are the
+            best match of some site; one that is best for all makes a path that says nothing), score, path_score and
             proportional_score (means over sites), distance (mean |best_depth - depth|), path_distance.
         value: the alignment's column that was compared.
         tolerance: of `close`, in its units.
@@ -128,6 +129,7 @@ def _matched(found: Alignment, scores: np.ndarray, tolerance: float) -> tuple[pd
     )
     summary = {
         "is_monotone": bool((np.diff(best) >= 0).all()),
+        "matched": len(set(best.tolist())),
         "score": top.mean(),
         "path_score": on_path.mean(),
         "proportional_score": proportional.mean(),

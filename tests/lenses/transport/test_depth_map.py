@@ -82,6 +82,7 @@ def test_a_crossed_match_is_not_monotone_and_its_path_costs():
     assert rows["margin"].to_numpy() == pytest.approx([0.7, 0.3, 0.6])
     summary = found.summary.iloc[0]
     assert not summary["is_monotone"]
+    assert summary["matched"] == 2
     assert summary["score"] == pytest.approx(0.8)
     assert summary["path_score"] == pytest.approx(0.7)
     assert summary["proportional_score"] == pytest.approx((0.1 + 0.3 + 0.7) / 3)
