@@ -1,6 +1,7 @@
 """A map of one number per pair of depths: source down, target across, as a table of pairs gives it.
 
-Cells of pairs that the table lacks stay empty; the diagonal, outlined, is a site with itself. R2 is coloured about 0,
+Cells of pairs that the table lacks stay empty; the diagonal, outlined, is a site with itself. Between two models, whose
+sites are named "model/site", rows and columns may differ in number and there is no diagonal. R2 is coloured about 0,
 and what lies far below (an identity between depths of unlike scale has R2 of minus hundreds) is drawn as the end of the
 scale and told in full under the pointer.
 """
@@ -21,8 +22,28 @@ _LABEL = {
     "shift_r2_vw": "R2 of the identity plus shift",
     "scale_r2_vw": "R2 of a scale per channel",
     "ceiling": "canonical ceiling",
+    "back_r2_vw": "R2 back, variance-weighted",
+    "back_r2_wh": "R2 back, whitened",
+    "beyond_r2_vw": "R2 beyond the token's embedding",
+    "lexical_r2_vw": "R2 of the token's embedding",
+    "shuffled_r2_vw": "R2 of shuffled documents",
+    "cka": "linear CKA",
+    "cka_null": "linear CKA by chance",
+    "cka_two": "linear CKA across shards",
+    "canonical": "mean squared canonical correlation",
+    "procrustes": "R2 of a rotation",
 }
-_SHOWN_WITH = ("r2_vw", "r2_increment", "identity_r2_vw", "strength", "count")
+_SHOWN_WITH = (
+    "r2_vw",
+    "back_r2_vw",
+    "r2_increment",
+    "identity_r2_vw",
+    "lexical_r2_vw",
+    "cka",
+    "cka_null",
+    "strength",
+    "count",
+)
 
 
 def layer_pairs(
@@ -94,6 +115,10 @@ def _told(row: dict, value: str) -> str:
 
 
 def _axis(title: str, names: list) -> dict:
+    """Of one model's sites with its name in the title, not at every tick."""
+    models = {name.partition("/")[0] for name in map(str, names) if "/" in name}
+    if len(models) == 1 and all("/" in str(name) for name in names):
+        title, names = f"{title} {plain(models.pop())}", [str(name).partition("/")[2] for name in names]
     # every so many names, so that they do not run into each other
     step = max(1, round(len(names) / 16))
     ticks = {"tickvals": list(range(0, len(names), step)), "ticktext": [plain(name) for name in names[::step]]}

@@ -41,7 +41,8 @@ class Chunk:
         token_ids: the tokens.
         targets: the token that follows in the text, -1 at its end.
         is_special: BOS and the like.
-        values: by site, `[token, ...]` as the model computes them, on its device.
+        values: by site, `[token, ...]` as the model computes them, on its device; of several models at once, by
+            (model's name, site).
         is_real, input_ids: of the batch, False at padding: `is_real.nonzero()` are the rows above, in their order.
         patterns: by head, of the batch with its padding; what they say at padding means nothing.
     """
@@ -52,7 +53,7 @@ class Chunk:
     token_ids: Int64[Tensor, " token"]
     targets: Int64[Tensor, " token"]
     is_special: Bool[Tensor, " token"]
-    values: Mapping[Site, Tensor]
+    values: Mapping[Site | tuple[str, Site], Tensor]
     is_real: Bool[Tensor, "batch column"]
     input_ids: Int64[Tensor, "batch column"]
     patterns: Mapping[Site, Float[Tensor, "batch query key"]] = field(default_factory=dict)

@@ -14,16 +14,12 @@ few minutes, and the same call goes on from there after a kill, to the very same
 
 import hashlib
 import json
-import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -35,14 +31,12 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.running_model import running_model
 from microtome.capture.sites import Site
 from microtome.capture.store import Store
-from microtome.capture.store_files import writing
 from microtome.capture.tap_plan import SiteName
-from microtome.data.provenance import environment
-from microtome.lenses.corpus_pass import Chunk, CorpusPass, corpus_pass
+from microtome.lenses.corpus_pass import CorpusPass, corpus_pass
 from microtome.lenses.document_shards import SHARES, DocumentShards, shards_of_texts
 from microtome.lenses.documents import document_numbers
 from microtome.lenses.moments import CHUNK, Moments
-from microtome.lenses.moments_files import has_moments, load_moments, read_progress, save_moments
+from microtome.lenses.resumed_moments import CountIn, accumulate, count_tokens
 from microtome.lenses.site_pairs import Pairs, SiteKey
 from microtome.lenses.strata import TokenRule
 
@@ -115,17 +109,6 @@ def moments_of(
     )
 
 
-def _count_tokens(moments: Moments, chunk: Chunk, owners: list[int]) -> None:
-    """Each token with itself."""
-    moments.update(
-        chunk.values,
-        documents=owners,
-        position=chunk.position.cpu(),
-        is_special=chunk.is_special.cpu(),
-        text=chunk.text.cpu(),
-    )
-
-
 @dataclass(frozen=True)
 class RowPlan:
     """What a row of moments is made of.
@@ -142,7 +125,7 @@ class RowPlan:
     sites: Mapping[SiteKey, Site]
     pairs: Pairs = "all"
     patterns: tuple[Site, ...] = ()
-    count_in: Callable[[Moments, Chunk, list[int]], None] = _count_tokens
+    count_in: CountIn = count_tokens
     sink_share: int = 1
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -172,7 +155,7 @@ def accumulated(
     anatomy = dissect(module)
     rows = plan(anatomy)
     wanted = list(dict.fromkeys(rows.sites.values()))
-    rule = _rule(rule or TokenRule(), anatomy)
+    rule = rule_of(rule or TokenRule(), anatomy)
     read = [*wanted, *(s for name in rule.sites([]) if (s := Site.parse(name)) not in wanted)]
     job = corpus_pass(
         model,
@@ -188,7 +171,7 @@ def accumulated(
     documents = document_numbers(documents, len(job.texts)).tolist()
     if isinstance(shards, Sequence) and not isinstance(shards, str):
         shards = shards_of_texts(shards, documents)
-    widths, device = _widths(job, wanted)
+    widths, device = widths_of(job, wanted)
     running = running_model(module)
     moments = Moments(
         {key: widths[site] for key, site in rows.sites.items()},
@@ -208,7 +191,6 @@ def accumulated(
         },
     )
     moments.split.numbers(documents)
-    estimate = moments.estimate(sinks=rows.sink_share * _expected_sinks(job), device=device)
     request = moments.settings() | {
         "model": running,
         "texts": job.provenance["texts"]["token_ids_sha256"],
@@ -216,27 +198,18 @@ def accumulated(
         "max_tokens": max_tokens,
         "medians": dict(medians) if medians else None,
     }
-    start = 0
-    with ExitStack() as lock:
-        if save is not None:
-            save = Path(save)
-            save.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(writing(save))
-            if has_moments(save):
-                state = read_progress(save) or {}
-                _require_same(save, state.get("request", {}), request)
-                start = state["next_batch"]
-        if start < len(job.batches):
-            estimate.require_memory()
-        if start:
-            moments = load_moments(save, device=device)
-        if start == len(job.batches):
-            return moments
-        if progress:
-            print(f"moments: {estimate}; {job.tokens:,} tokens.", file=sys.stderr)
-        _record_environment(moments, device)
-        _run(job, rows, moments, documents, start, request, save, 60 * checkpoint_minutes, progress)
-    return moments
+    return accumulate(
+        job,
+        moments,
+        documents,
+        request,
+        device,
+        save,
+        checkpoint_minutes,
+        progress,
+        count_in=rows.count_in,
+        sink_share=rows.sink_share,
+    )
 
 
 def expand_sites(anatomy: Anatomy, sites: Sequence[SiteName] | SiteName) -> list[Site]:
@@ -302,35 +275,7 @@ def moments_of_activations(
     return moments
 
 
-def _run(
-    job: CorpusPass,
-    rows: RowPlan,
-    moments: Moments,
-    documents: list[int],
-    start: int,
-    request: dict[str, Any],
-    save: Path | None,
-    interval: int | float,
-    progress: bool,
-) -> None:
-    def checkpoint(next_batch: int) -> None:
-        if save is not None:
-            save_moments(moments, save, {"request": request, "next_batch": next_batch, "batches": len(job.batches)})
-
-    done = sum(job.tokens_of(number) for number in range(start))
-    saved = time.monotonic()
-    with tqdm(total=job.tokens, initial=done, unit="tokens", desc="moments", disable=not progress) as bar:
-        for chunk in job.chunks(start):
-            rows.count_in(moments, chunk, [documents[t] for t in chunk.text.tolist()])
-            bar.update(len(chunk))
-            if chunk.number + 1 < len(job.batches) and time.monotonic() - saved >= interval:
-                checkpoint(chunk.number + 1)
-                saved = time.monotonic()
-    moments.finish()
-    checkpoint(len(job.batches))
-
-
-def _rule(rule: TokenRule, anatomy: Anatomy) -> TokenRule:
+def rule_of(rule: TokenRule, anatomy: Anatomy) -> TokenRule:
     """Massive tokens are looked for at every residual depth, so that strata do not depend on the chosen sites."""
     if not rule.massive or rule.looked_at is not None:
         return rule
@@ -340,36 +285,8 @@ def _rule(rule: TokenRule, anatomy: Anatomy) -> TokenRule:
         return rule
 
 
-def _widths(job: CorpusPass, sites: Sequence[Site]) -> tuple[dict[Site, int], torch.device]:
+def widths_of(job: CorpusPass, sites: Sequence[Site]) -> tuple[dict[Site, int], torch.device]:
     """Width of every site, and where values come, from a run of the shortest text."""
     shortest = min(range(len(job.texts)), key=lambda number: job.texts[number].length)
     values = next(replace(job, batches=((shortest,),)).chunks()).values
     return {site: values[site][0].numel() for site in sites}, values[sites[0]].device
-
-
-def _expected_sinks(job: CorpusPass) -> int:
-    return sum(int(text.is_special.sum()) + 1 for text in job.texts)
-
-
-def _require_same(folder: Path, held: dict[str, Any], wanted: dict[str, Any]) -> None:
-    wanted = json.loads(json.dumps(wanted))
-    differing = [name for name in wanted if held.get(name) != wanted[name]]
-    if differing:
-        said = "; ".join(f"{name}: {_brief(held.get(name))} there, {_brief(wanted[name])} now" for name in differing)
-        raise ValueError(
-            f"{folder} holds moments of another request ({said}). Nothing was changed. Give another folder, or remove "
-            "that one."
-        )
-
-
-def _brief(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 120 else f"{text[:90]}...{text[-20:]}"
-
-
-def _record_environment(moments: Moments, device: torch.device) -> None:
-    facts = environment()
-    now = {name: facts[name] for name in ("processor", "accelerator", "threads", "commit", "python")}
-    now |= {"device": str(device), "torch": torch.__version__, "transformers": transformers.__version__}
-    if now not in moments.provenance["environments"]:
-        moments.provenance["environments"].append(now)

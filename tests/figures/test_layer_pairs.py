@@ -52,6 +52,25 @@ def test_many_names_are_thinned():
     assert list(figure.layout.xaxis.ticktext) == names[::2]
 
 
+def test_two_models_have_rows_and_columns_of_their_own():
+    pairs = [(f"small/{a}", f"<large>/{b}") for a in SITES[:2] for b in SITES]
+    table = pd.DataFrame(pairs, columns=["source", "target"]).assign(
+        r2_vw=[0.9, 0.5, 0.1, 0.6, 0.8, 0.3], back_r2_vw=0.25, cka=0.5, cka_null=0.01
+    )
+    figure = layer_pairs(table)
+    layout = figure.layout
+    np.testing.assert_array_equal(figure.data[0].z, [[0.9, 0.5, 0.1], [0.6, 0.8, 0.3]])
+    assert (layout.yaxis.title.text, layout.xaxis.title.text) == ("from small", "to &lt;large&gt;")
+    assert list(layout.yaxis.ticktext) == SITES[:2]
+    assert list(layout.xaxis.ticktext) == SITES
+    assert not layout.shapes  # no site is on both sides
+    told = "small/resid_post.0 → &lt;large&gt;/resid_pre.0<br>R2, variance-weighted 0.600"
+    assert figure.data[0].hovertext[1][0].startswith(told + "<br>R2 back, variance-weighted 0.25")
+    assert layer_pairs(table, value="cka").layout.title.text == "linear CKA from depth to depth"
+    mixed = pd.concat([table, table.assign(source="other/resid_pre.0").iloc[:3]])
+    assert list(layer_pairs(mixed).layout.yaxis.ticktext) == [f"small/{a}" for a in SITES[:2]] + ["other/resid_pre.0"]
+
+
 def test_errors(table):
     with pytest.raises(KeyError, match=r"no column \['r2'\]"):
         layer_pairs(table, value="r2")
