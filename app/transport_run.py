@@ -133,7 +133,7 @@ def _made(
         _add_features(tables, config, model, moments, operators, nulls, directions, encode, names, held, progress)
     if config.splices:
         splices = [
-            Splice(operator, null, moments.pair(*pair, shard="fit").mean_y.to(torch.float32))
+            Splice(operator, null, moments.pair(*pair).mean_y)
             for pair, operator, null in zip(pairs, operators, nulls, strict=True)
         ]
         effects = splice_effects(

@@ -182,7 +182,7 @@ def dictionary() -> Dictionary:
         features=FEATURES,
         k=32,
         documents=found.documents,
-        save=FOLDER / "dictionary",
+        checkpoint=FOLDER / "dictionary",
     )
 
 

@@ -17,11 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from microtome.lenses.pair_moments import NoRows
-from microtome.lenses.reduced_rank import reduced_rank
-from microtome.lenses.ridge_map import ridge_map
+from microtome.lenses.pair_splits import SHARDS, MomentSource
 from microtome.lenses.short_repr import short_repr
-from microtome.lenses.transport.operator import TransportOperator, operator_of
+from microtome.lenses.transport.fit import transport_operator
+from microtome.lenses.transport.operator import TransportOperator
 from microtome.lenses.transport.splice import Transport
 
 CONDITIONS = ("operator", "identity", "shuffled", "mean", "intercept", "zero")
@@ -127,60 +126,33 @@ class Splice:
 
 
 def splice_from_moments(
-    moments: Any,
+    moments: MomentSource,
     source: Any,
     target: Any,
     *,
+    rank: int | None = None,
     ranks: Sequence[int] = (),
     stratum: str = "rest",
-    shards: Sequence[Any] = ("fit", "validation"),
+    shards: Sequence[Any] = SHARDS,
 ) -> Splice:
-    """The ridge operator of a pair, with mean, shuffled operator (of moments made with `shuffled=True`) and the best
-    operators of other ranks in the raw metric ("rank 8", ...), all fitted on the same tokens; route "same".
+    """The operator of a pair (`transport_operator`, raw metric), with mean, shuffled operator (of moments made with
+    `shuffled=True`) and operators of other ranks ("rank 8", ...), all fitted on the same tokens; route "same".
 
     Args:
         moments: `lenses.moments.Moments`.
-        ranks: of `others`. A rank-r map minimises the squared error, which is what a splice meets; the whitened one
-            would spend rank on channels of little variance.
-        stratum: tokens it is fitted on. shards: to fit on, and to choose the strength on (None: by gcv).
+        rank: of the operator; full if None.
+        ranks: of `others`. A map of limited rank minimises the squared error here, which is what a splice meets; the
+            whitened one would spend rank on channels of little variance.
+        stratum: tokens it is fitted on. shards: as of `transport_operator`.
 
     Raises:
         ValueError: fewer than two rows, a rank above the channels.
     """
-    fit, held = _shards(moments, source, target, stratum, shards, {})
-    found = ridge_map(fit, held)
-    known = {"weight_sha256": _sha(moments), "model": _loaded(moments).get("name")}
-    facts = {**found.map.facts, **{name: value for name, value in known.items() if value}}
-
-    def named(made: Any, kind: str | None = None) -> TransportOperator:
-        whole = replace(made, source=str(source), target=str(target), facts=facts, kind=kind or made.kind)
-        return operator_of(whole, stratum=stratum)
-
-    others = {}
-    if ranks:
-        path = reduced_rank(fit, metric="raw", strength=found.path.strength)
-        others = {f"rank {rank}": named(path.at(rank)) for rank in ranks}
+    options = {"metric": "raw", "stratum": stratum, "shards": shards}
+    found = transport_operator(moments, source, target, rank=rank, **options)
     shuffled = None
     if getattr(moments, "is_shuffled", False):
-        mixed, mixed_held = _shards(moments, source, target, stratum, shards, {"shuffled": True})
-        shuffled = named(ridge_map(mixed, mixed_held).map, "ridge, shuffled pairing")
-    return Splice(named(found.map), shuffled, fit.mean_y, others)
-
-
-def _shards(
-    moments: Any, source: Any, target: Any, stratum: str, shards: Sequence[Any], options: dict[str, Any]
-) -> tuple[Any, Any]:
-    fit = moments.pair(source, target, shard=shards[0], stratum=stratum, **options)
-    try:
-        held = None if shards[1] is None else moments.pair(source, target, shard=shards[1], stratum=stratum, **options)
-    except NoRows:
-        held = None
-    return fit, held
-
-
-def _loaded(moments: Any) -> Mapping[str, Any]:
-    return getattr(moments, "provenance", {}).get("loaded") or {}
-
-
-def _sha(moments: Any) -> str | None:
-    return _loaded(moments).get("weight_sha256")
+        shuffled = transport_operator(moments, source, target, rank=rank, shuffled=True, **options)
+    mean = moments.pair(source, target, shard=shards[0], stratum=stratum).mean_y
+    others = {f"rank {k}": transport_operator(moments, source, target, rank=k, **options) for k in ranks}
+    return Splice(found, shuffled, mean, others)
