@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from microtome.lenses.canonical import held_out_correlations
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.reduced_rank import ReducedRank, TargetMetric
 from microtome.lenses.short_repr import short_repr
@@ -55,11 +54,15 @@ def carried_directions(
     """
     if shard.xy.shape != fit.xy.shape or shard.count < 2:
         raise ValueError(f"the shard has {shard.count} rows of {tuple(shard.xy.shape)}, the fit {tuple(fit.xy.shape)}.")
-    seen = shard.about(fit.mean_x, fit.mean_y)
-    both = ((seen.xy.T @ reduced.left) * reduced.of_y).sum(0)
-    own = ((seen.xx @ reduced.left) * reduced.left).sum(0)
-    total = float(((seen.yy @ target.onto) * target.onto).sum())
+    shift_x, shift_y = (shard.mean_x - fit.mean_x) @ reduced.left, (shard.mean_y - fit.mean_y) @ reduced.of_y
+    cross = ((shard.xy.T @ reduced.left) * reduced.of_y).sum(0)
+    squares_x = ((shard.xx @ reduced.left) * reduced.left).sum(0)
+    squares_y = ((shard.yy @ reduced.of_y) * reduced.of_y).sum(0)
+    both, own = cross + shard.count * shift_x * shift_y, squares_x + shard.count * shift_x.square()
+    total = float(((shard.yy @ target.onto) * target.onto).sum())
+    total += shard.count * float(((shard.mean_y - fit.mean_y) @ target.onto).square().sum())
     scale = 1 / total if total > 0 else torch.nan
     reachable = torch.where(own > 0, both.clamp_min(0).square() / own.clamp_min(1e-300), 0.0)
-    correlations = held_out_correlations(shard, reduced.left, reduced.of_y)
+    squares = squares_x * squares_y
+    correlations = torch.where(squares > 0, cross / squares.clamp_min(1e-300).sqrt(), 0.0).clamp(-1, 1)
     return CarriedDirections((2 * both - own) * scale, reachable * scale, correlations)

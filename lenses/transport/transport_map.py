@@ -22,8 +22,7 @@ from tqdm.auto import tqdm
 from microtome.lenses.canonical import noise_edge
 from microtome.lenses.depths import deeper_pairs, depth_of
 from microtome.lenses.fitted_pairs import FittedPair, Pair, fitted_pairs
-from microtome.lenses.linear_map import LinearMap, identity_map
-from microtome.lenses.map_scores import error_moments
+from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.pair_splits import SHARDS, MomentSource, pairs_held
 from microtome.lenses.reduced_rank import TargetMetric, reduced_rank, target_metric
 from microtome.lenses.ridge_pairs import baseline_scores, pair_row
@@ -145,14 +144,18 @@ def _carried(fitted: FittedPair, target: TargetMetric, ranks: Sequence[int]) -> 
         found[f"ceiling_{rank}"] = float(ceiling[rank - 1]) if inside else float("nan")
         found[f"efficiency_{rank}"] = _over(score[rank - 1], ceiling[rank - 1]) if inside else float("nan")
     if fit.d_in == fit.d_out:
-        found["identity_score"] = _score(identity_map(fit.d_in), fitted, target)
+        found["identity_score"] = _identity_score(fitted, target)
         found["identity_efficiency"] = _over(found["identity_score"], ceiling[-1])
     return found | _sizes(reduced.gains, held.correlations, fitted, target)
 
 
-def _score(found: LinearMap, fitted: FittedPair, target: TargetMetric) -> float:
-    total = float(((fitted.against.total @ target.onto) * target.onto).sum())
-    errors = float(((error_moments(found, fitted.splits.test) @ target.onto) * target.onto).sum())
+def _identity_score(fitted: FittedPair, target: TargetMetric) -> float:
+    """1 - sum |(y - x) onto|^2 / sum |(y - m) onto|^2."""
+    test, onto = fitted.splits.test, target.onto
+    left = test.yy - test.xy - test.xy.T + test.xx
+    missed = (test.mean_y - test.mean_x) @ onto
+    errors = float(((left @ onto) * onto).sum() + test.count * missed.square().sum())
+    total = float(((fitted.against.total @ onto) * onto).sum())
     return 1 - errors / total if total > 0 else float("nan")
 
 
