@@ -33,7 +33,8 @@ def transport_figures(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
     if "features" in tables:
         figures["features"] = carried_features(tables["features"])
     if "splices" in tables:
-        figures["splices"] = splice_bars(tables["splices"])
+        for number, (_, rows) in enumerate(tables["splices"].groupby(["source", "target"], sort=False)):
+            figures[f"splices_{number}"] = splice_bars(rows)
     return figures
 
 
@@ -83,15 +84,20 @@ def transport_sections(tables: dict[str, pd.DataFrame], figures: dict[str, Any])
                 "features" if len(shown) <= SHOWN_FEATURES else "feature_summary",
             )
         )
-    if "splices" in tables:
+    drawn = [name for name in figures if name.startswith("splices_")]
+    for name in drawn:
+        first = name == drawn[0]
+        said = (
+            "The operator's output written over the target at 1, 5 or all tokens of held-out windows, beside a copy of "
+            "the source, the mean, zeros and an operator of shuffled pairs."
+        )
         sections.append(
             Section(
                 "Splices",
-                "The operator's output written over the target at 1, 5 or all tokens of held-out windows, beside a "
-                "copy of the source, the mean, zeros and an operator of shuffled pairs.",
-                figures["splices"],
-                "Nats, with 95 % intervals over documents.",
-                tables["splices"],
+                said if first else "",
+                figures[name],
+                "95 % intervals over documents.",
+                tables["splices"] if first else None,
                 "splices",
             )
         )
