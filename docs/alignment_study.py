@@ -23,7 +23,7 @@ SHOWN = [
     "source", "target", "r2_vw", "back_r2_vw", "lexical_r2_vw", "beyond_r2_vw", "shuffled_r2_vw", "cka", "cka_null",
     "cka_two", "canonical", "shuffled_canonical", "procrustes",
 ]  # fmt: skip
-SMOLLM2_SITES = ["resid_pre.0", *(f"resid_post.{layer}" for layer in (4, 9, 14, 19, 24, 29))]
+SMOLLM2_SITES = ["resid_pre.0", *(f"resid_post.{layer}" for layer in (7, 14, 21, 29))]
 
 
 def show(title: str, table: pd.DataFrame) -> None:
@@ -64,13 +64,13 @@ def seeds() -> None:
 def no_training() -> None:
     """SmolLM2 and the same architecture with random weights."""
     model = load_model("smollm2")
-    moments = joint({"trained": model, "fresh": untrained(model, seed=0)}, 80_000, SMOLLM2_SITES)
+    moments = joint({"trained": model, "fresh": untrained(model, seed=0)}, 60_000, SMOLLM2_SITES)
     report("SmolLM2 and untrained", alignment(moments, "trained", "fresh", progress=True))
 
 
 def words() -> None:
     """SmolLM2 and MiniLM at the last token of each word."""
-    corpus = plain_english(characters=100_000, split="test", passage=600)
+    corpus = plain_english(characters=80_000, split="test", passage=600)
     given = {"positions": "all", "token_labels": {"word_end": word_ends}}
     captures = {
         "smollm2": capture(load_model("smollm2"), corpus["text"], SMOLLM2_SITES, **given),
