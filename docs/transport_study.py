@@ -1,13 +1,13 @@
 """What SmolLM2's residual stream carries and what its blocks make, with controls: the tables of docs/results.md.
 
-    python docs/transport_study.py [maps efficiency sizes features origins splices routes alignment]
+    python docs/transport_study.py [maps efficiency sizes features origins splices routes]
 
 All parts without a name: maps (R2, ceilings, efficiency and sizes of all 465 pairs of depths, with and without sinks),
 efficiency (by rank, published estimators beside), sizes (of the subspace, beside null distributions), features (of a
 sparse dictionary trained here, carried or made), origins (where directions appear), splices (KL and perplexity when an
-operator is written over 1, 5 or all tokens), routes (what other tokens say), alignment (two seeds, two depths, two
-models). Fits go by document; whole documents are held out. Corpus and windows are those of lens_study.py; moments, the
-dictionary and splices are kept in runs/transport_study/, and a run that was stopped goes on from there.
+operator is written over 1, 5 or all tokens), routes (what other tokens say). Models beside one another are in
+alignment_study.py. Fits go by document; whole documents are held out. Corpus and windows are those of lens_study.py;
+moments, the dictionary and splices are kept in runs/transport_study/, and a run that was stopped goes on from there.
 """
 
 import argparse
@@ -20,10 +20,8 @@ import numpy as np
 import pandas as pd
 import torch
 from lens_study import CHARACTERS, show, smollm2, windows
-from tiny_models import train_tiny
 
-from microtome.capture import capture, load_model, untrained
-from microtome.data import plain_english
+from microtome.capture import capture
 from microtome.data.catalogue import load_data
 from microtome.lenses import Moments, TokenWindows, moments_of, pair_splits
 from microtome.lenses.dictionaries import Dictionary, dictionary_report, train_dictionary
@@ -32,13 +30,8 @@ from microtome.lenses.ridge_map import ridge_map
 from microtome.lenses.transport import (
     Splice,
     TransportOperator,
-    aligned_activations,
-    alignment,
-    depth_map,
     direction_origin,
     feature_transport,
-    moments_of_aligned,
-    moments_of_models,
     route_splits,
     routed_moments,
     splice_effects,
@@ -46,7 +39,6 @@ from microtome.lenses.transport import (
     transport_map,
     transport_operator,
     transport_subspace,
-    word_ends,
 )
 from microtome.lenses.unembedding import unembedding_of
 from microtome.probes import MassMeanProbe
@@ -300,35 +292,6 @@ def routes() -> None:
     show("R2 by route", pd.DataFrame(rows))
 
 
-def models() -> None:
-    """Alignment of two seeds, of two depths, and of two models."""
-    table = plain_english(characters=400_000, split="validation")
-    small = {(layers, seed): train_tiny(layers, seed) for layers, seed in ((4, 0), (4, 1), (2, 0))}
-    pairs = {"two seeds": ((4, 0), (4, 1)), "two and four layers": ((2, 0), (4, 0)), "untrained": ((4, 0), None)}
-    for name, (one, other) in pairs.items():
-        both = {"a": small[one], "b": untrained(small[(4, 1)]) if other is None else small[other]}
-        held = moments_of_models(
-            both, table["text"], documents=table["document"], shuffled=True, max_length=256, truncate="right"
-        )
-        found = alignment(held, "a", "b")
-        columns = ["source", "target", "r2_vw", "beyond_r2_vw", "cka", "canonical", "procrustes", "shuffled_r2_vw"]
-        best = found.table.loc[found.table.groupby("source", sort=False)["r2_vw"].idxmax(), columns]
-        show(f"Alignment, {name}: best match of each depth", best)
-        show(f"Depth map, {name}", depth_map(found).summary)
-    texts = load_data("english", texts=400, seed=0).table
-    short = [text[:600] for text in texts["text"]]
-    some = ["resid_pre.0", *(f"resid_post.{layer}" for layer in range(4, 30, 5))]
-    labels = {"word_end": word_ends}
-    acts = {
-        "smollm2": capture(smollm2(), short, some, "all", token_labels=labels),
-        "minilm": capture(load_model("minilm"), short, ["resid_pre.0", "resid_post"], "all", token_labels=labels),
-    }
-    held = moments_of_aligned(aligned_activations(acts, on="word_end"), documents=texts["group"], shuffled=True)
-    found = alignment(held, "smollm2", "minilm")
-    columns = ["source", "target", "r2_vw", "back_r2_vw", "beyond_r2_vw", "cka", "cka_null", "canonical"]
-    show("SmolLM2 and MiniLM at the ends of words", found.table[[*columns, "shuffled_r2_vw"]])
-
-
 PARTS: dict[str, Callable[[], None]] = {
     "maps": maps,
     "efficiency": efficiency,
@@ -337,7 +300,6 @@ PARTS: dict[str, Callable[[], None]] = {
     "origins": origins,
     "splices": splices,
     "routes": routes,
-    "alignment": models,
 }
 
 

@@ -93,8 +93,8 @@ class SplicePass:
         reads = [Read(site, select=_largest) for site in self.medians if Site.parse(site) != self.plan.sites[0]]
         reads += [Read(head, queries="all") for head in heads]
         module, anatomy = self.plan.module, self.plan.anatomy
-        still = [still_layers(splice.operator, anatomy, module) for splice in self.splices]
-        with outputs_kept(module, anatomy, tuple({layer for layers, _ in still for layer in layers})) as held:
+        needed = {n for splice in self.splices for n in still_layers(splice.operator, anatomy, module)[0]}
+        with outputs_kept(module, anatomy, tuple(needed)) as held:
             tape = self._forward(batch, reads)
         tick(int(is_real.sum()))
         clean = tape[self.plan.sites[0]]
@@ -115,6 +115,7 @@ class SplicePass:
                 if not bool(mask.any()):
                     tick(int(is_real.sum()) * len(names))
                     continue
+                count = self._stands(n, batch, mask, is_real, held)
                 states = []
                 for condition in names:
                     edits = splice_edits(
@@ -124,26 +125,26 @@ class SplicePass:
                         token_ids=batch.input_ids,
                         by=splice.writer(condition),
                     )
-                    states.append(self._spliced(n, batch, edits, rows, held, still[n][1]))
+                    with blocks_standing_still(module, anatomy, held, count):
+                        states.append(self._forward(batch, [], edits, rows)[self.plan.sites[0]])
                     tick(int(is_real.sum()))
                 found = self._statistics(torch.stack(states), clean, rows, targets)
                 sums[:, here] = _sums(found, mask, rows, has_next, sink, nats)
                 _require_numbers(sums[:, here], splice, names, at, batch.row_ids)
         return batch.row_ids, sums, of_text
 
-    def _spliced(
-        self, n: int, batch: Batch, edits: Any, rows: Tensor, held: Mapping[int, Any], count: int
-    ) -> Float[Tensor, "row d_model"]:
-        """What the unembedding reads at rows; the first blocks stand still where that changes no bit."""
-        if not count or not self.stands.get(n, True):
-            return self._forward(batch, [], edits, rows)[self.plan.sites[0]]
-        with blocks_standing_still(self.plan.module, self.plan.anatomy, held, count):
-            found = self._forward(batch, [], edits, rows)[self.plan.sites[0]]
+    def _stands(self, n: int, batch: Batch, mask: Tensor, is_real: Tensor, held: Mapping[int, Any]) -> int:
+        """How many blocks may stand still: none where the operator's own splice then differs in any bit."""
+        splice, last = self.splices[n], self.plan.sites[0]
+        needed, count = still_layers(splice.operator, self.plan.anatomy, self.plan.module)
+        if not count or not set(needed) <= set(held):
+            return 0
         if n not in self.stands:
-            whole = self._forward(batch, [], edits, rows)[self.plan.sites[0]]
-            self.stands[n] = torch.equal(found, whole)
-            return whole
-        return found
+            edits = splice_edits(splice.operator, mask, is_real=is_real)
+            with blocks_standing_still(self.plan.module, self.plan.anatomy, held, count):
+                still = self._forward(batch, [], edits, is_real)[last]
+            self.stands[n] = torch.equal(still, self._forward(batch, [], edits, is_real)[last])
+        return count if self.stands[n] else 0
 
     def _forward(
         self,

@@ -35,6 +35,7 @@ from microtome.capture.encoded_text import EncodedText
 from microtome.capture.fingerprint import new_fingerprint, tensor_bytes
 from microtome.capture.models import LoadedModel
 from microtome.capture.running_model import running_model
+from microtome.capture.sites import Site
 from microtome.capture.store_files import writing
 from microtome.data.replaced_file import replaced_file
 from microtome.lenses.corpus_pass import CorpusPass, corpus_pass
@@ -103,6 +104,8 @@ def splice_effects(
         for one in _operators(splice):
             one.require_model(model)
         splice_edits(splice.operator, anatomy=anatomy, token_ids=torch.zeros(1, 1, dtype=torch.int64))
+        if Site.parse(splice.operator.target).kind == "logits":
+            raise ValueError("An operator that writes logits changes no state that an unembedding reads.")
     last = "final_norm" if anatomy.final_norm is not None else f"resid_post.{anatomy.layers - 1}"
     plan = corpus_pass(model, texts, last, anatomy=anatomy, max_tokens=max_tokens, **encoding)
     job = SplicePass(

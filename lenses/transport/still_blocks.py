@@ -5,8 +5,8 @@ with a target at depth l, a share l / L of the work is saved. While the context 
 replaced, for this thread alone; hooks of the blocks run as ever. Only what is read is kept: the output of the block
 at the source and of the last one that stands still; the others hand on something of the right kind that nobody reads.
 
-That a model passes nothing from block to block beside the stream is not assumed: `SplicePass` compares the first
-spliced forward of every operator with one in which all blocks run, to the bit, and lets all of them run if it differs.
+That a model passes nothing from block to block beside the stream is not assumed: `SplicePass` runs every
+operator's first splice both ways, and lets all blocks run from then on if any bit differs.
 """
 
 import threading
@@ -69,7 +69,7 @@ def outputs_kept(module: nn.Module, anatomy: Anatomy, layers: tuple[int, ...]) -
 
 @contextmanager
 def blocks_standing_still(module: nn.Module, anatomy: Anatomy, held: Mapping[int, Any], count: int) -> Iterator[None]:
-    """The first `count` blocks return what is held of them. held: must hold the last of them."""
+    """The first `count` blocks return what is held of them; none if it is 0. held: must hold the last of them."""
     thread = threading.get_ident()
 
     def still(block: nn.Module, output: Any) -> Any:

@@ -105,3 +105,10 @@ def test_refuses_a_head_that_runs_after_the_target_and_a_mask_of_another_batch(l
         ),
     ):
         llama(ids)
+
+
+def test_a_source_that_comes_later_in_the_block_is_refused_in_every_forward(llama, ids):
+    edits = splice_edits(operator(32, "mlp_out.1", "attn_out.1"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"mlp_out.1 comes after attn_out.1"), taps(llama, edits=edits):
+            llama(ids)

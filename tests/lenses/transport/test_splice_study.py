@@ -369,6 +369,8 @@ def test_what_does_not_fit_is_said(tiny) -> None:
         splice_effects(model, TEXTS, Splice(drawn(), drawn(facts=facts_of(tiny("llama", seed=1)))))
     with pytest.raises((KeyError, IndexError)):
         splice_effects(model, TEXTS, drawn(target="resid_post.7"))
+    with pytest.raises(ValueError, match="writes logits"):
+        splice_effects(model, TEXTS, drawn(target="logits"))
     with pytest.raises(ValueError, match="Compare operators of one pair"):
         Splice(drawn(), drawn(target="resid_post.2"))
     with pytest.raises(ValueError, match="which is a condition"):
@@ -433,8 +435,8 @@ def test_only_blocks_behind_the_target_run_again(tiny, kind: str, monkeypatch) -
     runs.clear()
     options = {"at": "all", "conditions": ["operator", "zero", "intercept"]}
     found = splice_effects(model, TEXTS, tested, **options)
-    # 1 clean, and of each operator 3 spliced and 1 to compare
-    assert [runs.count(n) for n in range(3)] == [1 + 4, 1 + 4 + 3, 1 + 16]
+    # 1 clean, and of each operator 3 spliced and 2 to compare, one of which runs all blocks
+    assert [runs.count(n) for n in range(3)] == [1 + 4, 1 + 4 + 4, 1 + 20]
     assert all("forward" not in vars(block) for block in blocks)
     runs.clear()
     monkeypatch.setattr("microtome.lenses.transport.splice_pass.still_layers", lambda *_: ((), 0))
@@ -456,9 +458,9 @@ def test_all_blocks_run_where_standing_still_changes_anything(tiny, monkeypatch)
         return blocks_standing_still(module, anatomy, {layer: _shifted(one) for layer, one in held.items()}, count)
 
     monkeypatch.setattr("microtome.lenses.transport.splice_pass.blocks_standing_still", wrong)
-    found = splice_effects(model, TEXTS, drawn(), at=(1, "all"), conditions=["identity", "zero"])
-    assert seen == [2]
-    assert np.array_equal(found.sums[:, 3], expected.sums[:, 0])
+    found = splice_effects(model, TEXTS, drawn(), at=(1, "all"), conditions=["zero", "identity"])
+    assert [count for count in seen if count] == [2]
+    assert np.array_equal(found.sums[:, 2], expected.sums[:, 0])
 
 
 def _shifted(output):
