@@ -16,6 +16,7 @@ from microtome.lenses.moments import Moments
 from microtome.lenses.moments_pass import moments_of
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.ridge_pairs import ridge_pairs
+from microtome.lenses.strata import TokenRule
 from microtome.lenses.transport.feature_transport import feature_transport
 from microtome.lenses.transport.operator import operator_of
 
@@ -127,6 +128,8 @@ def test_routes_take_the_token_that_they_name(model, maps, decoder, held_out):
     expected = map_scores(maps[1], moments, moments, directions=decoder).r2_directions
     np.testing.assert_allclose(found.table["r2"], expected, rtol=0, atol=1e-6)
     assert found.table["tokens"][0] == len(before)
+    every = feature_transport(model, texts, operator_of(maps[1], route="offset 2"), decoder, draws=5, stratum="all")
+    assert every.table["tokens"][0] == sum(p >= 2 for _, p in place)
 
 
 def test_a_head_route_takes_what_its_head_attends_to_most(model, maps, decoder, held_out):
@@ -152,6 +155,16 @@ def test_strata_are_those_of_moments(model, moments, maps, decoder, held_out):
             model, texts, maps[0], decoder, documents=documents, means=moments, stratum=stratum, draws=5
         )
         assert found.table["tokens"][0] == moments.count("test", stratum)
+
+
+def test_without_medians_massive_tokens_are_those_of_a_pass_of_moments(model, maps, decoder, held_out):
+    texts, _ = held_out
+    rule = TokenRule(above=0.0, times=5.0)
+    expected = moments_of(model, texts, "resid", shards={"all": 1}, rule=rule, progress=False)
+    assert expected.counts()["massive"][0] > 0
+    for stratum in ("rest", "sinks"):
+        found = feature_transport(model, texts, maps[0], decoder, rule=rule, stratum=stratum, draws=5)
+        assert found.table["tokens"][0] == expected.count("all", stratum)
 
 
 def test_names_and_several_targets(model, moments, decoder, held_out):

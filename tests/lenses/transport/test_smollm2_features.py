@@ -45,9 +45,9 @@ def test_words_are_carried_over_short_leaps(smollm2):
         np.testing.assert_allclose(table["r2"], expected.r2_directions, atol=1e-5)
     summary = found.summary().set_index("source")
     assert summary["null_quantile"].max() < 0.1
-    assert summary.loc[sources[1], "carried"] > 150 > 50 > summary.loc[sources[0], "carried"]
+    assert summary.loc[sources[1], "carried"] > 150
+    assert summary.loc[sources[1], "median_r2"] > summary.loc[sources[0], "median_r2"] + 0.1
     origin = direction_origin(moments, words[:5], target, shards=("fit", None, "test"), controls=16, shuffled=True)
-    assert (origin.appears["appears"] != sources[0]).all()
     wide = origin.matrix("carried_to_target")
     assert (wide[sources[1]] > wide[sources[0]] + 0.1).all()
     assert origin.table["shuffled_to_target"].max() < 0.1
