@@ -6,8 +6,8 @@
 
     l0: features on per token; dead: share of features that are on at no token of these texts (few texts, many dead).
 
-Sinks (first tokens, BOS, massive activations) stay as they are in the model unless `replace_sinks`: without them even a
-good dictionary breaks attention, and zeroing them makes CE_zero, and so every share of it, worse for no good reason.
+Sinks (first tokens, BOS, massive activations) stay as they are in the model unless `replace_sinks`: a dictionary that
+was trained without them cannot rebuild them, attention breaks where they are gone, and CE_zero would be worse for it.
 Beside the dictionary, in the same units: "pca", the k components of these very texts' rows (k numbers per token, its
 best case), and "untrained", as many random unit directions with the same k, tied, around the mean (where training
 starts). Cross-entropies are nats per predicted token, all tokens with one after them. Intervals: percentiles over
