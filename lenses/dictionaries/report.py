@@ -6,40 +6,39 @@
 
     l0: features on per token; dead: share of features that are on at no token of these texts (few texts, many dead).
 
-Sinks (first tokens, BOS, massive activations) stay as they are in the model unless `replace_sinks`: without them even a
-good dictionary breaks attention, and zeroing them makes CE_zero, and so every share of it, worse for no good reason.
+Sinks (first tokens, BOS, massive activations) stay as they are in the model unless `replace_sinks`: a dictionary that
+was trained without them cannot rebuild them, attention breaks where they are gone, and CE_zero would be worse for it.
 Beside the dictionary, in the same units: "pca", the k components of these very texts' rows (k numbers per token, its
 best case), and "untrained", as many random unit directions with the same k, tied, around the mean (where training
 starts). Cross-entropies are nats per predicted token, all tokens with one after them. Intervals: percentiles over
 documents drawn with replacement (`head_sums`: every score is a ratio of sums over texts).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from tqdm.auto import tqdm
 
-from microtome.capture.batches import MAX_TOKENS, PaddingRecipe, make_batch
+from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.dissect import dissect
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
 from microtome.lenses.dictionaries.dictionary import Dictionary
-from microtome.lenses.dictionaries.site_rows import SiteRows, site_rows
+from microtome.lenses.dictionaries.rebuilt_site import Rebuild, RebuiltForwards, RebuiltRun, TokenPlaces, token_places
+from microtome.lenses.dictionaries.site_rows import site_rows
 from microtome.lenses.documents import document_numbers
 from microtome.lenses.head_sums import HeadSums
 from microtome.lenses.made_for import require_same_weights
-from microtome.lenses.next_token import text_nll
 from microtome.lenses.short_repr import short_repr
 from microtome.lenses.strata import TokenRule
 
-Rebuild = Callable[[Tensor], Tensor]
 SCORES = ("explained", "explained_all", "cross_entropy", "loss_recovered", "loss_recovered_mean", "l0")
 
 
@@ -109,8 +108,8 @@ def dictionary_report(
     source = site_rows(model, texts, site, rule=rule, **options)
     for each in given.values():
         each.require_width(source.width)
-    places = _places(source)
-    run = _Runs(model, texts, site, options, places, replace_sinks)
+    places = token_places(source)
+    run = RebuiltForwards(model, texts, site, options, places, replace_sinks)
     with tqdm(total=3 + len(given) + 2 * controls, desc=f"report {site}", disable=not progress) as bar:
         runs = [run("clean", lambda x: x)]
         bar.update()
@@ -135,139 +134,8 @@ def dictionary_report(
     return DictionaryReport(table, str(site), facts)
 
 
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Where the tokens are in each padded batch, which are sinks, and moments of the rows.
-
-    numbers: of the texts in each batch. real, rest: `[row, column]` of each batch; rest: real tokens that are no sinks.
-    mean, covariance: of rest rows; mean_all of all. tokens, rest_tokens: by text.
-    """
-
-    numbers: list[tuple[int, ...]]
-    real: list[Tensor]
-    rest: list[Tensor]
-    mean: Float64[Tensor, " width"]
-    mean_all: Float64[Tensor, " width"]
-    covariance: Float64[Tensor, "width width"]
-    tokens: Float64[Tensor, " text"]
-    rest_tokens: Float64[Tensor, " text"]
-
-
-def _places(source: SiteRows) -> _Places:
-    job = source.job
-    recipe = job.anatomy.padding or PaddingRecipe()
-    real, rest = [], []
-    products = torch.zeros(source.width, source.width, dtype=torch.float64)
-    sums = torch.zeros(2, source.width, dtype=torch.float64)
-    tokens = torch.zeros(2, len(job.texts), dtype=torch.float64)
-    for chunk in job.chunks():
-        batch = make_batch(job.texts, job.batches[chunk.number], pad_id=job.pad, recipe=recipe, device="cpu")
-        mask = batch.attention_mask.bool()
-        is_rest = ~source.is_sink(chunk)
-        kept = torch.zeros_like(mask)
-        kept[mask] = is_rest
-        real.append(mask)
-        rest.append(kept)
-        rows = chunk.values[source.site].flatten(1).double().cpu()
-        sums += torch.stack([rows[is_rest].sum(0), rows.sum(0)])
-        products += rows[is_rest].T @ rows[is_rest]
-        text = chunk.text.cpu()
-        tokens += torch.stack(
-            [text[is_rest].bincount(minlength=len(job.texts)), text.bincount(minlength=len(job.texts))]
-        )
-    counts = tokens.sum(1)
-    if not counts[0]:
-        raise ValueError("the texts have no token but sinks. Give longer texts, or another rule.")
-    mean = sums[0] / counts[0]
-    covariance = products / counts[0] - mean.outer(mean)
-    return _Places(list(job.batches), real, rest, mean, sums[1] / counts[1], covariance, tokens[1], tokens[0])
-
-
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """Sums by text of one reconstruction; squared errors and deviations of rest tokens, and of all."""
-
-    name: str
-    errors: np.ndarray
-    deviations: np.ndarray
-    nats: np.ndarray
-    predicted: np.ndarray
-    l0: np.ndarray
-    dead: float
-
-
-@dataclass(frozen=True, eq=False)
-class _Runs:
-    """Runs the texts with a reconstruction at the site."""
-
-    model: LoadedModel | nn.Module
-    texts: list[Any]
-    site: Site
-    options: dict[str, Any]
-    places: _Places
-    replace_sinks: bool
-
-    def __call__(self, name: str, rebuild: Rebuild, dictionary: Dictionary | None = None) -> _Run:
-        edit = _Replacement(self.places, rebuild, dictionary, self.replace_sinks)
-        found = text_nll(self.model, self.texts, edits={self.site: edit}, **self.options)
-        return _Run(
-            name,
-            edit.errors.numpy(),
-            edit.deviations.numpy(),
-            found.nats.numpy(),
-            found.tokens.double().numpy(),
-            edit.l0.numpy(),
-            float("nan") if edit.fired is None else float((~edit.fired).double().mean()),
-        )
-
-
-class _Replacement:
-    """An edit that puts x_hat in the place of x, batch after batch of the plan, and adds up what it sees."""
-
-    def __init__(self, places: _Places, rebuild: Rebuild, dictionary: Dictionary | None, replace_sinks: bool) -> None:
-        self.places, self.rebuild, self.dictionary, self.replace_sinks = places, rebuild, dictionary, replace_sinks
-        self.batch = 0
-        texts = len(places.tokens)
-        self.errors = torch.zeros(2, texts, dtype=torch.float64)
-        self.deviations = torch.zeros(2, texts, dtype=torch.float64)
-        self.l0 = torch.full((texts,), 0.0 if dictionary is not None else torch.nan, dtype=torch.float64)
-        self.fired = None if dictionary is None else torch.zeros(dictionary.features, dtype=torch.bool)
-
-    def __call__(self, value: Tensor) -> Tensor:
-        real, rest = self.places.real[self.batch], self.places.rest[self.batch]
-        numbers = torch.tensor(self.places.numbers[self.batch])
-        if real.shape != value.shape[:2]:
-            raise RuntimeError(f"batch {self.batch} is {tuple(value.shape[:2])}, planned as {tuple(real.shape)}.")
-        self.batch += 1
-        there = value.flatten(2)
-        x = there[real.to(value.device)]
-        text, is_rest = numbers[real.nonzero()[:, 0]], rest[real]
-        rebuilt = self._rebuilt(x, text, is_rest)
-        self._add(x, rebuilt, text, is_rest)
-        chosen = (is_rest | self.replace_sinks).to(value.device)
-        delta = torch.zeros_like(there)
-        delta[real.to(value.device)] = torch.where(chosen[:, None], rebuilt.to(x) - x, 0)
-        return delta.view_as(value)
-
-    def _rebuilt(self, x: Tensor, text: Int64[Tensor, " token"], is_rest: Bool[Tensor, " token"]) -> Tensor:
-        if self.dictionary is None:
-            return self.rebuild(x)
-        z = self.dictionary.encode(x)
-        is_on = (z > 0).cpu()[is_rest]
-        self.l0.index_add_(0, text[is_rest], is_on.sum(1).double())
-        self.fired |= is_on.any(0)
-        return self.dictionary.decode(z, x)
-
-    def _add(self, x: Tensor, rebuilt: Tensor, text: Tensor, is_rest: Tensor) -> None:
-        x = x.double().cpu()
-        error = (rebuilt.double().cpu() - x).square().sum(1)
-        for row, kept, mean in ((0, is_rest, self.places.mean), (1, is_rest | True, self.places.mean_all)):
-            self.errors[row].index_add_(0, text[kept], error[kept])
-            self.deviations[row].index_add_(0, text[kept], (x[kept] - mean).square().sum(1))
-
-
 def _controls(
-    places: _Places, features: int, k: int, seed: int, wanted: bool
+    places: TokenPlaces, features: int, k: int, seed: int, wanted: bool
 ) -> Iterable[tuple[str, Rebuild, Dictionary | None]]:
     mean = places.mean
     if wanted:
@@ -290,7 +158,7 @@ def untrained_dictionary(
 
 
 def _table(
-    runs: list[_Run], places: _Places, documents: Int64[np.ndarray, " text"], draws: int, seed: int
+    runs: list[RebuiltRun], places: TokenPlaces, documents: Int64[np.ndarray, " text"], draws: int, seed: int
 ) -> pd.DataFrame:
     by_name = {run.name: run for run in runs}
     clean, zero, mean = by_name["clean"].nats, by_name["zero"].nats, by_name["mean"].nats

@@ -248,7 +248,7 @@ def test_requests_that_make_no_sense_are_refused(tiny, texts):
 
 
 def test_rates_rise_and_fall():
-    settings = DictionarySettings(steps=100)
+    settings = DictionarySettings(steps=100, rate_factor=1.0)
     rates = np.array([settings.rate_at(step, 2**12) for step in range(100)])
     assert rates.max() == pytest.approx(4e-4)
     assert rates[0] == pytest.approx(4e-4 / 5)
