@@ -140,7 +140,7 @@ class SplicePass:
         if not count or not set(needed) <= set(held):
             return 0
         if n not in self.stands:
-            edits = splice_edits(splice.operator, mask, is_real=is_real)
+            edits = splice_edits(splice.operator, mask, is_real=is_real, token_ids=batch.input_ids)
             with blocks_standing_still(self.plan.module, self.plan.anatomy, held, count):
                 still = self._forward(batch, [], edits, is_real)[last]
             self.stands[n] = torch.equal(still, self._forward(batch, [], edits, is_real)[last])

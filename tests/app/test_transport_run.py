@@ -98,6 +98,7 @@ def test_a_stopped_run_goes_on_with_what_it_had(model, here, monkeypatch) -> Non
     assert seen == [stamp]
     assert found.path == here / "runs" / "x"
     assert not kept.exists()
+    monkeypatch.setattr(transport_run.Run, "create", made)
     plain = run_transport(config.model_copy(update={"name": "y"}), progress=False)
     for name, table in plain.tables.items():
         assert table.equals(found.tables[name]), name
