@@ -136,7 +136,6 @@ def _plan(
             names = [route_site(route, source) for route in routes]
             pairs += [(names[i], names[j]) for j in range(len(names)) for i in range(j)]
     heads = tuple(dict.fromkeys(route.head for route in routes if route.head is not None))
-    anatomy.expand(list(heads))
     own = [str(site) for site in ordered if str(site) in named]
     count_in = partial(_count_rows, routes=routes, own=own, made=made)
     facts = {"routes": list(map(str, routes)), "sources": list(map(str, wanted)), "targets": list(map(str, aims))}
