@@ -103,7 +103,7 @@ class FeatureSums:
                 y_hat = self._operator("operator", number, x, y)(x)
                 missed = (y - y_hat) @ axes
                 self.by_document.add(("operator", number), missed.square(), document)
-                if z is not None:
+                if z is not None and encode is not None:
                     self.active.setdefault(number, ActiveSums()).add(a, missed, centre @ axes, z, encode(y_hat))
                 if self.nulls[number] is not None:
                     missed = (y - self._operator("null", number, x, y)(x)) @ axes
