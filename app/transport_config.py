@@ -43,7 +43,7 @@ class TransportConfig(BaseModel):
         None, description="folder of a sparse autoencoder (safetensors and JSON), whose features are followed"
     )
     directions: Path | None = Field(
-        None, description="safetensors file of further directions: each tensor [direction, width], named by its site"
+        None, description="safetensors file of further directions: one tensor per site, a row per direction"
     )
     splices: int = Field(24, ge=0, description="held-out windows for the causal test; 0 leaves it out")
     draws: int = Field(20, ge=1, description="simulated draws of the null of subspace sizes")

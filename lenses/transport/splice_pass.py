@@ -21,6 +21,7 @@ from microtome.capture.batches import Batch, PaddingRecipe, make_batch
 from microtome.capture.forward_arguments import input_device
 from microtome.capture.padding import call_options
 from microtome.capture.sites import Site
+from microtome.capture.still_blocks import blocks_standing_still, outputs_kept
 from microtome.capture.tap_plan import Read
 from microtome.capture.taps import Tape, taps
 from microtome.kernels.vocabulary_statistics import vocabulary_cross_entropy, vocabulary_statistics
@@ -30,7 +31,7 @@ from microtome.lenses.transport.routes import NO_SOURCE, source_columns
 from microtome.lenses.transport.splice import splice_edits
 from microtome.lenses.transport.splice_conditions import Splice
 from microtome.lenses.transport.splice_positions import At, spliced_tokens
-from microtome.lenses.transport.still_blocks import blocks_standing_still, outputs_kept, still_layers
+from microtome.lenses.transport.still_layers import still_layers
 from microtome.lenses.unembedding import Unembedding
 
 # of each text and case: "spliced" are the tokens written over, "later" the others behind the first of them; nats are

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from microtome.capture import LoadedModel
 from microtome.capture.batches import PaddingRecipe
 from microtome.capture.dissect import dissect
+from microtome.capture.still_blocks import blocks_standing_still
 from microtome.capture.taps import taps
 from microtome.lenses.linear_map import LinearMap, identity_map
 from microtome.lenses.made_for import facts_of
@@ -25,7 +26,6 @@ from microtome.lenses.transport.splice_conditions import Splice, splice_from_mom
 from microtome.lenses.transport.splice_effects import SpliceEffects
 from microtome.lenses.transport.splice_positions import spliced_tokens
 from microtome.lenses.transport.splice_study import splice_effects
-from microtome.lenses.transport.still_blocks import blocks_standing_still
 
 SCRIPT = Path(__file__).with_name("killed_splices.py")
 DRAW = torch.Generator().manual_seed(3)
