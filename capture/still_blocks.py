@@ -1,8 +1,8 @@
 """Blocks that stand still: the first ones of a forward return what they returned in another one of the same batch.
 
-An edit changes nothing before its site, so that only the blocks behind it need run again. While the context is open,
-`forward` of those blocks is replaced, for this thread alone; hooks of the blocks run as ever. Only outputs that somebody
-reads need be kept; other blocks hand on something of the right kind.
+An edit changes nothing before its site, so that only blocks behind it need run again. While the context is open,
+`forward` of those blocks is replaced, for this thread alone; hooks of the blocks run as ever. Only outputs that are
+read need be kept; other blocks hand on something of the right kind.
 
 Beware: that a model passes nothing from block to block beside the stream is the caller's to check, by running one
 forward both ways.
