@@ -21,6 +21,18 @@ from microtome.capture import (
 )
 from microtome.capture.provenance import Provenance
 from microtome.data import DATA_SETS, Archive, LabelledTexts, data_status, load_data
+from microtome.lenses import moments_of
+from microtome.lenses.dictionaries import Dictionary, load_dictionary
+from microtome.lenses.transport import (
+    FeatureTransport,
+    SpliceEffects,
+    TransportMap,
+    TransportOperator,
+    feature_transport,
+    splice_effects,
+    transport_map,
+    transport_operator,
+)
 from microtome.probes import Sweep, Transfer, compare_sites, sweep, transfer
 from microtome.probes.target import Kind
 
@@ -69,3 +81,11 @@ assert_type(result.decision(activations), Tensor)
 assert_type(transfer(activations, "label", "domain", groups="rows"), Transfer)
 compare_sites(result, [("z.5.3", "z.5.4")])
 assert_type(read_features("eeg.csv", labels="state"), Activations)
+
+moments = moments_of(loaded, ["one text", "another"], "resid")
+operator = transport_operator(moments, "resid_post.3", "resid_post.9", rank=8)
+assert_type(operator, TransportOperator)
+assert_type(transport_map(moments), TransportMap)
+assert_type(splice_effects(loaded, ["one text"], operator), SpliceEffects)
+assert_type(feature_transport(loaded, ["one text"], operator, torch.zeros(2, 8)), FeatureTransport)
+assert_type(load_dictionary("runs/dictionary"), Dictionary)
