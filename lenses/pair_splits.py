@@ -25,7 +25,7 @@ class MomentSource(Protocol):
         """Sites there are, as `Site`s or strings."""
         ...
 
-    def pair(self, source: Any, target: Any, shard: Any = "fit", stratum: str = "rest") -> PairMoments:
+    def pair(self, source: Any, target: Any, shard: Any = "fit", stratum: Any = "rest") -> PairMoments:
         """Moments of two of them in a shard ("fit", "validation", "test") and a stratum ("rest", "sinks", "all")."""
         ...
 
