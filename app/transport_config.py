@@ -45,7 +45,7 @@ class TransportConfig(BaseModel):
     directions: Path | None = Field(
         None, description="safetensors file of further directions: one tensor per site, a row per direction"
     )
-    splices: int = Field(24, ge=0, description="held-out windows for the causal test; 0 leaves it out")
+    splices: int = Field(8, ge=0, description="held-out windows for the causal test; 0 leaves it out")
     draws: int = Field(20, ge=1, description="simulated draws of the null of subspace sizes")
     seed: int = Field(0, ge=0, description="seed of the draw, the splits, the spliced tokens and the intervals")
     out: Path = Field(Path("runs"), description="folder of runs")

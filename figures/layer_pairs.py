@@ -22,6 +22,8 @@ _LABEL = {
     "shift_r2_vw": "R2 of the identity plus shift",
     "scale_r2_vw": "R2 of a scale per channel",
     "ceiling": "canonical ceiling",
+    "above_edge": "directions carried",
+    "identity_efficiency": "efficiency of the identity",
     "back_r2_vw": "R2 back, variance-weighted",
     "back_r2_wh": "R2 back, whitened",
     "beyond_r2_vw": "R2 beyond the token's embedding",

@@ -86,7 +86,7 @@ def distance_curves(
     """Mean over the pairs of each distance, with the middle 80 % of pairs as a band where one line is drawn.
 
     table: one row per pair: distance and the values (of VALUES). by: a column whose values are drawn in dashes of their
-    own, such as the tokens ("without sinks", "with sinks"). floor: as of `efficiency_curves`.
+    own, such as the tokens ("without sinks", "with sinks"). floor: where the axis ends; lines may leave it.
     Raises KeyError for missing columns, ValueError for values not of VALUES, no rows, or more than three kinds.
     """
     if wrong := [value for value in values if value not in VALUES]:
@@ -97,17 +97,17 @@ def distance_curves(
     if table.empty or len(kinds) > len(_DASHES):
         raise ValueError(f"the table has {len(table)} rows and {len(kinds)} kinds. Give rows of one to {len(_DASHES)}.")
     figure = go.Figure()
-    for kind, dash in zip(kinds, _DASHES, strict=False):
+    for kind, dash, own in zip(kinds, _DASHES, (BLUE, ORANGE, GREEN), strict=False):
         rows = table if kind is None else table[table[by] == kind]
         for value in values:
-            name, colour = VALUES[value]
+            name, colour = VALUES[value] if len(values) > 1 else (VALUES[value][0], own)
             grouped = rows.groupby("distance")[value]
             mean = grouped.mean()
             if len(values) * len(kinds) == 1:
                 low, high = grouped.quantile(0.1), grouped.quantile(0.9)
                 figure.add_scatter(
                     x=[*mean.index, *mean.index[::-1]],
-                    y=[*high.clip(lower=floor), *low.clip(lower=floor)[::-1]],
+                    y=[*high, *low[::-1]],
                     mode="lines",
                     line={"width": 0},
                     fill="toself",
@@ -117,7 +117,7 @@ def distance_curves(
                 )
             figure.add_scatter(
                 x=mean.index,
-                y=mean.clip(lower=floor),
+                y=mean,
                 mode="lines+markers",
                 line={"color": colour, "dash": dash, "width": 2},
                 marker={"size": 5},
@@ -134,7 +134,15 @@ def distance_curves(
         title={"text": title or "Transport by distance"},
         height=420,
         xaxis={"title": {"text": "blocks between source and target"}, "showgrid": False},
-        yaxis={"title": {"text": label}},
+        yaxis={"title": {"text": label}, **_ends(figure, floor)},
         hovermode="closest",
     )
     return figure
+
+
+def _ends(figure: go.Figure, floor: float) -> dict:
+    """From the lowest value, or the floor where one lies below, to the highest."""
+    drawn = [value for trace in figure.data for value in trace.y if value == value]
+    low, high = max(min(drawn, default=0.0), floor), max(drawn, default=1.0)
+    margin = 0.05 * max(high - low, 1e-6)
+    return {"range": [low - margin, high + margin]}
