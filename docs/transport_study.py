@@ -46,7 +46,7 @@ from microtome.probes import MassMeanProbe
 FOLDER = Path("runs/transport_study")
 # the paper's kinds of pairs: leaps of 1, 3, 7 and 10 blocks to an early and a late target
 PAIRS = [(f"resid_post.{target - leap}", f"resid_post.{target}") for target in (10, 20) for leap in (1, 3, 7, 10)]
-SPLICES = [(2, 3), (9, 10), (28, 29), (10, 20), (19, 26)]
+SPLICES = [(2, 3), (9, 10), (28, 29), (10, 13), (10, 20), (19, 26)]
 FEATURES_AT, FEATURES = 14, 4608
 _TRACED = (
     *("carried_to_target", "carried_to_target_control", "identity_to_target", "made_at"),
