@@ -24,7 +24,7 @@ from lens_study import CHARACTERS, show, smollm2, windows
 from microtome.capture import capture
 from microtome.data.catalogue import load_data
 from microtome.lenses import Moments, TokenWindows, moments_of, pair_splits
-from microtome.lenses.dictionaries import Dictionary, dictionary_report, train_dictionary
+from microtome.lenses.dictionaries import Dictionary, DictionarySettings, dictionary_report, train_dictionary
 from microtome.lenses.map_scores import map_scores
 from microtome.lenses.ridge_map import ridge_map
 from microtome.lenses.transport import (
@@ -174,6 +174,7 @@ def dictionary() -> Dictionary:
         features=FEATURES,
         k=32,
         documents=found.documents,
+        settings=DictionarySettings(steps=800),
         checkpoint=FOLDER / "dictionary",
     )
 
