@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _MAPS = {"r2_vw": "R2 from depth to depth", "efficiency": "Efficiency", "above_edge": "Directions carried"}
 SHOWN_FEATURES = 200
+SHOWN_NAMED = 20  # rows of directions in a terminal
 
 
 def transport_figures(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
@@ -119,8 +120,8 @@ def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None
         console.print(title, markup=False)
         console.print(table)
 
-    near = tables["by_distance"].rename(columns={"identity_efficiency": "identity", "above_edge": "directions"})
-    shown("By distance (mean over pairs): R2, ceiling, efficiency, efficiency of the identity", near)
+    near = tables["by_distance"].rename(columns={"above_edge": "directions"})
+    shown("By distance (mean over pairs): R2, efficiency, directions carried", near)
     whole = tables["efficiency"].groupby(["source", "target"], sort=False)
     rows = pd.concat([part[part["rank"].isin([1, 8, 64, part["rank"].max()])] for _, part in whole])
     shown(
@@ -134,6 +135,9 @@ def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None
     if "feature_summary" in tables:
         columns = ["source", "target", "directions", "median_r2", "carried", "made_here", "undecided", "within_null"]
         shown("Directions", tables["feature_summary"][columns])
+        named = tables["features"]
+        if len(named) <= SHOWN_NAMED:
+            shown("Each direction", named[["target", "name", "r2", "r2_low", "r2_high", "verdict"]])
     if "splices" in tables:
         splices = tables["splices"]
         table = splices[["source", "target", "positions", "condition", "kl", "perplexity"]].copy()
