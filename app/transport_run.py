@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from safetensors.torch import load_file
@@ -37,10 +38,13 @@ from microtome.figures.report import html_report
 from microtome.lenses.depths import in_order
 from microtome.lenses.dictionaries.dictionary import Dictionary
 from microtome.lenses.dictionaries.reading import load_dictionary
+from microtome.lenses.document_shards import SHARES, DocumentShards
+from microtome.lenses.documents import document_numbers
 from microtome.lenses.moments import Moments
 from microtome.lenses.moments_pass import expand_sites, moments_of
 from microtome.lenses.pair_splits import pair_splits
 from microtome.lenses.token_windows import TokenWindows, token_windows
+from microtome.lenses.transport.direction_origin import direction_origin
 from microtome.lenses.transport.efficiency import transport_efficiency
 from microtome.lenses.transport.feature_transport import feature_transport
 from microtome.lenses.transport.fit import transport_operator
@@ -53,12 +57,14 @@ from microtome.lenses.unembedding import unembedding_of
 
 Pair = tuple[str, str]
 STEPS = (1, 5, 10)
+LEAST_DOCUMENTS = {"fit": 2, "validation": 1, "test": 3}  # the fewest that an interval over documents can be drawn from
+MOST_ORIGINS = 20
 
 
 @dataclass(frozen=True, eq=False)
 class TransportRun:
     """A finished run: its folder and its tables by name (`pairs`, `by_distance`, `efficiency`, `whole`, `subspaces`,
-    `features`, `feature_summary`, `splices`)."""
+    `features`, `feature_summary`, `origins`, `splices`, `tokens`)."""
 
     path: Path
     tables: dict[str, pd.DataFrame]
@@ -111,6 +117,7 @@ def _made(
     sites, pairs = chosen_sites(anatomy, config)
     directions, encode, names = _directions(config, model, pairs)
     windows = token_windows(model, table["text"], documents=table["group"].tolist(), length=config.max_length)
+    _require_shards(windows.documents, config)
     common = {"documents": windows.documents, "seed": config.seed, "checkpoint_minutes": 2.0, "progress": progress}
     moments = moments_of(model, windows.texts, sites, save=kept / "moments", **common)
     ends = list(dict.fromkeys(site for pair in pairs for site in pair))
@@ -294,14 +301,32 @@ def _add_features(
         progress=progress,
     )
     tables |= {"features": found.table, "feature_summary": found.summary()}
+    origins = [
+        direction_origin(moments, rows, target, names=names[target]).table.assign(target=target)
+        for target, rows in directions.items()
+        if len(rows) <= MOST_ORIGINS and Site.parse(target).kind.startswith("resid") and target != moments.sites[0]
+    ]
+    if origins:
+        tables["origins"] = pd.concat(origins, ignore_index=True)
+
+
+def _require_shards(documents: list[Any], config: TransportConfig) -> None:
+    """Raise ValueError where fit or test would have too few documents, before anything runs."""
+    numbers = np.unique(document_numbers(documents, len(documents)))
+    split = DocumentShards.of(SHARES, seed=config.seed)
+    held = pd.Series([split.names[number] for number in split.numbers(numbers.tolist())]).value_counts()
+    for name, least in LEAST_DOCUMENTS.items():
+        if held.get(name, 0) < least:
+            raise ValueError(
+                f"{len(numbers)} documents leave {held.get(name, 0)} for {name}, and {least} are needed at least. Draw "
+                "more (--texts), name the column of documents (--group-column), or take another split (--seed)."
+            )
 
 
 def _test_windows(windows: TokenWindows, moments: Moments) -> TokenWindows:
     """Windows of the test documents."""
     shards = moments.shard_of(windows.documents)
     kept = [number for number, shard in enumerate(shards) if shard == "test"]
-    if not kept:
-        raise ValueError("no document is in the test shard. Give more documents (--texts, --group-column).")
     texts, documents, starts = ([each[i] for i in kept] for each in (windows.texts, windows.documents, windows.starts))
     return TokenWindows(texts, documents, starts, windows.tokens, windows.left_out)
 

@@ -6,6 +6,7 @@ import pandas as pd
 
 from microtome.figures.carried_features import carried_features
 from microtome.figures.layer_pairs import layer_pairs
+from microtome.figures.origin_curves import origin_curves
 from microtome.figures.report import Section
 from microtome.figures.splice_bars import splice_bars
 from microtome.figures.transport_curves import distance_curves, efficiency_curves
@@ -33,9 +34,13 @@ def transport_figures(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
         figures[f"efficiency_{number}"] = efficiency_curves(rows, title=f"{source} → {target}")
     if "features" in tables:
         figures["features"] = carried_features(tables["features"])
+    if "origins" in tables:
+        for number, (target, rows) in enumerate(tables["origins"].groupby("target", sort=False)):
+            some = rows[rows["name"].isin(list(dict.fromkeys(rows["name"]))[:6])]
+            figures[f"origins_{number}"] = origin_curves(some, title=f"Where directions read at {target} come from")
     if "splices" in tables:
         for number, (_, rows) in enumerate(tables["splices"].groupby(["source", "target"], sort=False)):
-            figures[f"splices_{number}"] = splice_bars(rows)
+            figures[f"splices_{number}"] = splice_bars(rows, value="kl")
     return figures
 
 
@@ -85,6 +90,16 @@ def transport_sections(tables: dict[str, pd.DataFrame], figures: dict[str, Any])
                 "features" if len(shown) <= SHOWN_FEATURES else "feature_summary",
             )
         )
+    for name in (name for name in figures if name.startswith("origins_")):
+        sections.append(
+            Section(
+                "Where directions come from",
+                figure=figures[name],
+                caption="Depths of this run; what a block made is counted from the depth before. R2 on test documents.",
+                table=tables["origins"] if name == "origins_0" else None,
+                table_name="origins",
+            )
+        )
     drawn = [name for name in figures if name.startswith("splices_")]
     for name in drawn:
         first = name == drawn[0]
@@ -120,31 +135,52 @@ def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None
         console.print(title, markup=False)
         console.print(table)
 
-    near = tables["by_distance"].rename(columns={"above_edge": "directions"})
-    shown("By distance (mean over pairs): R2, efficiency, directions carried", near)
-    whole = tables["efficiency"].groupby(["source", "target"], sort=False)
-    rows = pd.concat([part[part["rank"].isin([1, 8, 64, part["rank"].max()])] for _, part in whole])
+    near = tables["by_distance"][["distance", "pairs", "r2_vw", "r2_ua", "r2_wh", "efficiency", "above_edge"]]
     shown(
-        "By rank: score, ceiling, efficiency, and efficiency as published",
-        rows[["source", "target", "rank", "score", "ceiling", "efficiency", "published_efficiency"]],
+        "By distance (means over pairs): R2 by variance, by channel, whitened; efficiency; directions carried",
+        near.rename(columns={"above_edge": "directions"}),
     )
-    sizes = tables["subspaces"]
-    sizes = sizes[sizes["measure"].isin(["above_edge", "rank_95", "participation"])]
-    columns = ["source", "target", "measure", "value", "null_mean", "null_high"]
-    shown("Directions carried, beside the null", sizes[columns])
+    sizes = tables["subspaces"].set_index(["source", "target", "measure"])
+    for pair, rows in tables["efficiency"].groupby(["source", "target"], sort=False):
+        kept = rows[rows["rank"].isin([1, 8, 64, rows["rank"].max()])]
+        columns = ["rank", "score", "ceiling", "efficiency", "published_efficiency"]
+        size = sizes.loc[pair, "value"]
+        null = sizes.loc[pair, "null_mean"]
+        shown(
+            f"{pair[0]} → {pair[1]}: {size['above_edge']:.0f} directions carried (null {null['above_edge']:.1f}); the "
+            f"published size is {size['participation']:.0f} (null {null['participation']:.0f})",
+            kept[columns].rename(columns={"published_efficiency": "as published"}),
+        )
     if "feature_summary" in tables:
-        columns = ["source", "target", "directions", "median_r2", "carried", "made_here", "undecided", "within_null"]
-        shown("Directions", tables["feature_summary"][columns])
+        columns = ["source", "target", "directions", "median_r2", "carried", "made_here", "undecided"]
+        shown("Directions", tables["feature_summary"][columns].rename(columns={"median_r2": "median R2"}))
         named = tables["features"]
         if len(named) <= SHOWN_NAMED:
-            shown("Each direction", named[["target", "name", "r2", "r2_low", "r2_high", "verdict"]])
+            rows = named[["source", "target", "name", "verdict"]].copy()
+            rows.insert(3, "R2", _interval(named, "r2"))
+            shown("Each direction", rows)
+    if "origins" in tables:
+        by_name = tables["origins"].groupby(["target", "name"], sort=False)
+        rows = pd.DataFrame([_appears(*key, rows) for key, rows in by_name])
+        shown("From which of these depths on more than half of a direction is there", rows)
     if "splices" in tables:
-        splices = tables["splices"]
-        table = splices[["source", "target", "positions", "condition", "kl", "perplexity"]].copy()
-        for name in ("kl", "perplexity"):
-            ends = splices[[name, f"{name}_low", f"{name}_high"]].itertuples(index=False)
-            table[name] = [f"{value:.3g} [{low:.3g}, {high:.3g}]" for value, low, high in ends]
-        shown("Splices: KL to the clean model in nats, perplexity of the continuation", table)
+        for pair, rows in tables["splices"].groupby(["source", "target"], sort=False):
+            table = rows[["positions", "condition"]].copy()
+            table["KL, nats"], table["perplexity"] = _interval(rows, "kl"), _interval(rows, "perplexity")
+            shown(f"Splices {pair[0]} → {pair[1]}: KL to the clean model, perplexity of the continuation", table)
+
+
+def _interval(table: pd.DataFrame, name: str) -> list[str]:
+    ends = table[[name, f"{name}_low", f"{name}_high"]].itertuples(index=False)
+    return [f"{value:.3g} [{low:.3g}, {high:.3g}]" for value, low, high in ends]
+
+
+def _appears(target: str, name: str, rows: pd.DataFrame) -> dict[str, object]:
+    """The first depth that holds half of a direction, and what random directions have there."""
+    there = rows[rows["carried_to_target"] > 0.5].iloc[0]  # at the target itself it is 1
+    said = {"target": target, "name": name, "from": there["site"], "R2": f"{there['carried_to_target']:.2f}"}
+    low, high = there.get("carried_to_target_control_low"), there.get("carried_to_target_control_high")
+    return said | ({} if low is None else {"random directions": f"[{low:.2f}, {high:.2f}]"})
 
 
 def _said(value: object, digits: int) -> str:

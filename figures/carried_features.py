@@ -13,12 +13,14 @@ from microtome.figures.theme import BLUE, GREY, LIGHT, NULL, ORANGE, plain
 COLOURS = {"carried": BLUE, "undecided": GREY, "made here": ORANGE}
 _BINS = 45
 _MOST = 6
+_FEW = 25
 
 
 def carried_features(table: pd.DataFrame, *, floor: float = -0.25, title: str | None = None) -> go.Figure:
     """One panel per pair of sites, at most six; directions below the floor are counted in the first bar.
 
-    table: columns source, target, r2, verdict; null_bar draws the upper quantile of the null.
+    table: columns source, target, r2, verdict; null_bar draws the upper quantile of the null. Up to 25 directions of a
+    pair are points, with name, r2_low and r2_high where the table has them.
     Raises KeyError for missing columns; ValueError for no rows, or more than six pairs.
     """
     if missing := [name for name in ("source", "target", "r2", "verdict") if name not in table]:
@@ -36,6 +38,9 @@ def carried_features(table: pd.DataFrame, *, floor: float = -0.25, title: str | 
     )
     for number, (source, target) in enumerate(pairs, start=1):
         rows = table[(table["source"] == source) & (table["target"] == target)]
+        if len(rows) <= _FEW:
+            _points(figure, rows, number)
+            continue
         for verdict, colour in COLOURS.items():
             chosen = rows[rows["verdict"] == verdict]["r2"].dropna().clip(floor, 1)
             counts, _ = np.histogram(chosen, edges)
@@ -55,13 +60,13 @@ def carried_features(table: pd.DataFrame, *, floor: float = -0.25, title: str | 
                 row=number,
                 col=1,
             )
+        figure.update_yaxes(title={"text": "directions"}, row=number, col=1)
         if "null_bar" in rows and rows["null_bar"].notna().any():
             bar = float(rows["null_bar"].median())
             line = {"color": NULL, "dash": "dot", "width": 1.4}
             figure.add_vline(x=max(bar, floor), line=line, row=number, col=1)
     figure.update_xaxes(range=[floor, 1], showgrid=False)
     figure.update_xaxes(title={"text": "R2 on held-out documents"}, row=len(pairs), col=1)
-    figure.update_yaxes(title={"text": "directions"})
     figure.update_annotations(font={"size": 13})
     figure.update_layout(
         template=LIGHT,
@@ -71,3 +76,30 @@ def carried_features(table: pd.DataFrame, *, floor: float = -0.25, title: str | 
         height=150 + 190 * len(pairs),
     )
     return figure
+
+
+def _points(figure: go.Figure, rows: pd.DataFrame, number: int) -> None:
+    """Each direction on a line of its own, with its interval."""
+    names = rows.get("name", rows.index)
+    shown = [plain(name) for name in names]
+    has_ends = {"r2_low", "r2_high"} <= set(rows)
+    for verdict, colour in COLOURS.items():
+        is_it = (rows["verdict"] == verdict).to_numpy()
+        some = rows[is_it]
+        ends = {}
+        if has_ends:
+            above, below = some["r2_high"] - some["r2"], some["r2"] - some["r2_low"]
+            ends = {"error_x": {"type": "data", "symmetric": False, "array": above, "arrayminus": below}}
+        figure.add_scatter(
+            x=some["r2"],
+            y=[name for name, keep in zip(shown, is_it, strict=True) if keep],
+            mode="markers",
+            marker={"color": colour, "size": 9},
+            name=verdict,
+            legendgroup=verdict,
+            showlegend=number == 1,
+            row=number,
+            col=1,
+            **ends,
+        )
+    figure.update_yaxes(title={"text": ""}, type="category", row=number, col=1)

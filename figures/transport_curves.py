@@ -3,6 +3,8 @@
 From tables alone: `TransportEfficiency.table` for ranks, `TransportMap.table` for distances.
 """
 
+from collections.abc import Iterable
+
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -37,7 +39,7 @@ def efficiency_curves(table: pd.DataFrame, *, floor: float = -0.5, title: str | 
     """Two panels over the rank of the map: R2 and its ceiling, and efficiency of this and of published estimators.
 
     table: columns rank, score, ceiling, efficiency, truncated_score, truncated_efficiency, published_efficiency.
-    floor: what lies below is drawn there, and told in full under the pointer.
+    floor: where the axes end; lines may leave them, and the table has the numbers.
     Raises KeyError for missing columns, ValueError for no rows.
     """
     if missing := [name for name in ("rank", *_SCORES, *_EFFICIENCIES) if name not in table]:
@@ -51,7 +53,7 @@ def efficiency_curves(table: pd.DataFrame, *, floor: float = -0.5, title: str | 
         for value, (name, colour, dash) in lines.items():
             figure.add_scatter(
                 x=rows["rank"],
-                y=rows[value].clip(lower=floor),
+                y=rows[value],
                 mode="lines+markers",
                 line={"color": colour, "dash": dash, "width": 2},
                 marker={"size": 5},
@@ -71,6 +73,9 @@ def efficiency_curves(table: pd.DataFrame, *, floor: float = -0.5, title: str | 
     figure.update_xaxes(type="log", title={"text": "rank"}, showgrid=False, tickvals=ticks)
     figure.update_yaxes(title={"text": "R2 on held-out rows"}, row=1, col=1)
     figure.update_yaxes(title={"text": "efficiency"}, row=1, col=2)
+    for column in (1, 2):
+        drawn = [trace for trace in figure.data if trace.xaxis == ("x" if column == 1 else "x2")]
+        figure.update_yaxes(**_ends(drawn, floor), row=1, col=column)
     figure.update_layout(template=LIGHT, title={"text": title or "Transport by rank"}, height=420)
     return figure
 
@@ -134,15 +139,15 @@ def distance_curves(
         title={"text": title or "Transport by distance"},
         height=420,
         xaxis={"title": {"text": "blocks between source and target"}, "showgrid": False},
-        yaxis={"title": {"text": label}, **_ends(figure, floor)},
+        yaxis={"title": {"text": label}, **_ends(figure.data, floor)},
         hovermode="closest",
     )
     return figure
 
 
-def _ends(figure: go.Figure, floor: float) -> dict:
+def _ends(traces: Iterable[go.Scatter], floor: float) -> dict:
     """From the lowest value, or the floor where one lies below, to the highest."""
-    drawn = [value for trace in figure.data for value in trace.y if value == value]
+    drawn = [value for trace in traces for value in trace.y if value == value]
     low, high = max(min(drawn, default=0.0), floor), max(drawn, default=1.0)
     margin = 0.05 * max(high - low, 1e-6)
     return {"range": [low - margin, high + margin]}

@@ -124,7 +124,7 @@ def test_one_process_makes_a_run(model, here) -> None:
         (["--rank", "99"], "ranks 0 to 32"),
         (["--rank", "0"], "rank"),
         (["--ranks", "0"], "ranks"),
-        (["--texts", "12"], "rows for 32"),
+        (["--texts", "12"], "documents leave"),
     ],
 )
 def test_mistakes_are_told_in_a_line(model, here, flags, said) -> None:

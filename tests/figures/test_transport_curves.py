@@ -29,7 +29,8 @@ def test_ranks_in_order_with_low_values_at_the_floor_and_told_in_full(ranks):
     assert list(lines["reduced rank", "x"].x) == [1, 2, 4]
     assert list(lines["reduced rank", "x"].y) == [0.1, 0.2, 0.5]
     cut = lines["singular values cut off", "x2"]
-    assert list(cut.y) == [-0.5, 0.2, 0.1]
+    assert list(cut.y) == [-9.0, 0.2, 0.1]
+    assert figure.layout.yaxis2.range[0] == pytest.approx(-0.5, abs=0.1)
     assert "-9" in cut.hovertext[0]
     assert [trace.name for trace in figure.data if trace.showlegend is not False] == [
         "ceiling, same rows",
