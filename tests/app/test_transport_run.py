@@ -44,7 +44,7 @@ def test_everything_is_measured_printed_and_kept(model, here) -> None:
     flags = [*SMALL, "--pair", "resid_post.0:resid_post.2", "--word", "film", "--directions", "mine.safetensors"]
     done = run(model, *flags, "--rank", "8")
     assert done.exit_code == 0, done.output
-    for said in ("By distance", "By rank", "beside the null", "Splices"):
+    for said in ("By distance", "directions carried (null", "Each direction", "is there", "Splices resid_post.0"):
         assert said in done.stdout
     path = here / "runs" / "transport--llama--toy"
     assert "Report: runs/transport--llama--toy/report.html" in done.stdout
@@ -58,7 +58,7 @@ def test_everything_is_measured_printed_and_kept(model, here) -> None:
     assert set(folder.table("splices")["condition"]) >= {"clean", "operator", "identity", "mean", "zero", "shuffled"}
     operator = TransportOperator.load(path / "operators" / "resid_post.0-resid_post.2")
     assert operator.left.shape == (32, 8)
-    assert {"map_r2_vw", "distance", "efficiency_0", "features", "splices_0"} <= set(folder.figures)
+    assert {"map_r2_vw", "distance", "efficiency_0", "features", "origins_0", "splices_0"} <= set(folder.figures)
     assert "Size of the transport subspace" in (path / "report.html").read_text(encoding="utf-8")
     assert not list((here / "runs").glob(".*"))
     again = run(model, *flags, "--rank", "8", "--json")
