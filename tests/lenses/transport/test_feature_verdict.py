@@ -47,8 +47,8 @@ def operator_from(x: torch.Tensor, y: torch.Tensor) -> TransportOperator:
 
 
 def rows_of(x: torch.Tensor, y: torch.Tensor, document: torch.Tensor) -> TransportRows:
-    everything = torch.ones(len(x), dtype=torch.bool)
-    return TransportRows({X: x, Y: y}, document, everything, {Route(): torch.arange(len(x))}, True)
+    rest = torch.zeros(len(x), dtype=torch.int64)
+    return TransportRows({X: x, Y: y}, document, rest, {Route(): torch.arange(len(x))})
 
 
 def scored(x, y, document, operator, null=None, **options) -> FeatureTransport:
