@@ -91,6 +91,8 @@ def feature_transport(
         medians = medians or getattr(means, "medians", None)
     centres = _means(means, targets, stratum)
     encoders = {} if encode is None else dict(encode) if isinstance(encode, Mapping) else dict.fromkeys(targets, encode)
+    if other := [site for site in encoders if site not in targets]:
+        raise ValueError(f"encode is given for {other[0]}, which no operator writes. Targets: {', '.join(targets)}.")
     sites = list(dict.fromkeys(site for operator in chosen for site in (operator.source, operator.target)))
     job = transport_pass(
         model,
