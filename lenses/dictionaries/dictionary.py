@@ -14,7 +14,7 @@ unbiased) and "constant_norm" (x sqrt(width) / |x|).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,15 @@ class Dictionary:
             ValueError: the files are damaged, do not belong together, or are of another format.
         """
         tensors, said = read_folder(Path(folder))
+        known = {one.name: one.default is MISSING and one.default_factory is MISSING for one in fields(cls)}
+        given = [*tensors, *said]
+        wrong = [name for name in given if name not in known or given.count(name) > 1]
+        wrong += [name for name, is_needed in known.items() if is_needed and name not in given]
+        types = {"kind": str, "site": str, "k": int | None, "centred": bool, "normalisation": str, "model": str}
+        types |= {"scale": float | int | None, "facts": dict}
+        wrong += [name for name, kind in types.items() if name in said and not isinstance(said[name], kind)]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is missing in {folder}, or unknown, or of another type. Write it again.")
         return cls(**tensors, **said)
 
     def to_frame(self) -> pd.DataFrame:
@@ -199,7 +208,7 @@ class Dictionary:
             return (x - mean) / (deviation + _EPS), deviation, mean
         if self.normalisation == "constant_norm":
             length = x.norm(dim=-1, keepdim=True) / self.width**0.5
-            return x / length, length, 0.0
+            return x / length.where(length > 0, 1.0), length, 0.0
         return x, 1.0, 0.0
 
 
@@ -220,6 +229,8 @@ def require_shapes(tensors: Mapping[str, Tensor]) -> None:
     if tensors["encoder"].ndim != 2:
         raise ValueError(f"the encoder is {tuple(tensors['encoder'].shape)}; expected [width, feature].")
     width, features = tensors["encoder"].shape
+    if not width or not features:
+        raise ValueError(f"the encoder is {(width, features)}: there is no feature, or no channel. Get it anew.")
     expected = {"encoder_bias": (features,), "decoder": (features, width), "decoder_bias": (width,)}
     for name, shape in expected.items():
         if (found := tuple(tensors[name].shape)) != shape:

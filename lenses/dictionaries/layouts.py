@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from microtome.lenses.dictionaries.dictionary import require_shapes
+
 Fields = dict[str, Any]
 _SAE_LENS_KINDS = {
     "standard": "relu",
@@ -87,6 +89,7 @@ def sae_lens(tensors: Mapping[str, Tensor], config: Mapping[str, Any], scale: fl
     W_enc, b_enc, W_dec, b_dec = _taken(tensors, "W_enc", "b_enc", "W_dec", "b_dec")
     W_enc, b_enc, W_dec = W_enc.float(), b_enc.float(), W_dec.float()
     if kind in ("topk", "batchtopk") and config.get("rescale_acts_by_decoder_norm", False):
+        require_shapes({"encoder": W_enc, "encoder_bias": b_enc, "decoder": W_dec, "decoder_bias": b_dec})
         W_enc, b_enc, W_dec = _folded(W_enc, b_enc, W_dec)
     kwargs = config.get("activation_fn_kwargs") or {}
     return {
@@ -95,7 +98,7 @@ def sae_lens(tensors: Mapping[str, Tensor], config: Mapping[str, Any], scale: fl
         "decoder": W_dec,
         "decoder_bias": b_dec.float(),
         "kind": kind,
-        "k": int(config.get("k") or kwargs["k"]) if kind == "topk" and (config.get("k") or "k" in kwargs) else None,
+        "k": _whole(config.get("k") or kwargs.get("k")) if kind == "topk" else None,
         "threshold": threshold,
         "centred": bool(config.get("apply_b_dec_to_input", True)),
         **_normalisation(config, scale),
@@ -110,10 +113,10 @@ def sparsify(tensors: Mapping[str, Tensor], config: Mapping[str, Any], scale: fl
         raise ValueError(f"{on[0]} is on: this is no plain autoencoder of one site. Give one without {', '.join(on)}.")
     if (activation := config.get("activation", "topk")) != "topk":
         raise ValueError(f"activation is {activation!r}; of sparsify's, 'topk' is read. Give another dictionary.")
-    if "k" not in config:
+    if config.get("k") is None:
         raise ValueError("cfg.json says no k: how many features a token has. Put it there.")
     weight, bias, W_dec, b_dec = _taken(dict(tensors), "encoder.weight", "encoder.bias", "W_dec", "b_dec")
-    return _plain(weight.T, bias, W_dec, b_dec) | {"kind": "topk", "k": int(config["k"])}
+    return _plain(_turned("encoder.weight", weight), bias, W_dec, b_dec) | {"kind": "topk", "k": _whole(config["k"])}
 
 
 def dictionary_learning(tensors: Mapping[str, Tensor], config: Mapping[str, Any], scale: float | None) -> Fields:
@@ -126,6 +129,8 @@ def dictionary_learning(tensors: Mapping[str, Tensor], config: Mapping[str, Any]
     if said == "JumpReluAutoEncoder":
         threshold = _threshold(tensors, "jumprelu")
         W_enc, b_enc, W_dec, b_dec = (t.float() for t in _taken(tensors, "W_enc", "b_enc", "W_dec", "b_dec"))
+        found = {"encoder": W_enc, "encoder_bias": b_enc, "decoder": W_dec, "decoder_bias": b_dec}
+        require_shapes(found | {"threshold": threshold})
         threshold = threshold * W_dec.norm(dim=1)
         return _plain(*_folded(W_enc, b_enc, W_dec), b_dec, centred=False) | {
             "kind": "jumprelu",
@@ -134,16 +139,17 @@ def dictionary_learning(tensors: Mapping[str, Tensor], config: Mapping[str, Any]
     k, threshold = tensors.pop("k", trainer.get("k")), tensors.pop("threshold", None)
     bias_name = {"AutoEncoder": "bias", "AutoEncoderNew": "decoder.bias"}.get(said, "b_dec")
     weight, bias, out, b_dec = _taken(tensors, "encoder.weight", "encoder.bias", "decoder.weight", bias_name)
-    fields = _plain(weight.T, bias, out.T, b_dec, centred=said != "AutoEncoderNew")
+    weight, out = _turned("encoder.weight", weight), _turned("decoder.weight", out)
+    fields = _plain(weight, bias, out, b_dec, centred=said != "AutoEncoderNew")
     if said in ("AutoEncoder", "AutoEncoderNew"):
         return fields | {"kind": "relu"}
     if k is None:
         raise ValueError(f"an {said} needs a k, and neither its tensors nor config.json say one.")
     if said == "AutoEncoderTopK":
-        return fields | {"kind": "topk", "k": int(k)}
+        return fields | {"kind": "topk", "k": _whole(k)}
     if threshold is None or bool((threshold < 0).any()):
         raise ValueError("the threshold of this BatchTopKSAE was never set (it is -1): train it longer, or give one.")
-    return fields | {"kind": "batchtopk", "k": int(k), "threshold": threshold.float()}
+    return fields | {"kind": "batchtopk", "k": _whole(k), "threshold": threshold.float()}
 
 
 def _plain(
@@ -151,6 +157,18 @@ def _plain(
 ) -> Fields:
     parts = {"encoder": encoder, "encoder_bias": encoder_bias, "decoder": decoder, "decoder_bias": decoder_bias}
     return {name: tensor.float().contiguous() for name, tensor in parts.items()} | {"centred": centred}
+
+
+def _whole(k: Any) -> int | None:
+    if k is None or (isinstance(k, int | float) and k == k // 1) or (isinstance(k, Tensor) and k.numel() == 1):
+        return None if k is None else int(k)
+    raise ValueError(f"k is {k!s:.40}; expected a whole number of features. Get the file anew.")
+
+
+def _turned(name: str, weight: Tensor) -> Tensor:
+    if weight.ndim != 2:
+        raise ValueError(f"{name} is {tuple(weight.shape)}; expected a matrix. Get the file anew.")
+    return weight.T
 
 
 def _class_of(tensors: Mapping[str, Tensor]) -> str:
@@ -216,8 +234,10 @@ def _refuse_scale(scale: float | None) -> None:
         raise ValueError(f"scale={scale} is given for a dictionary whose input is not scaled. Leave it out.")
 
 
-def as_tensors(held: Mapping[str, Any]) -> dict[str, Tensor]:
+def as_tensors(held: Any) -> dict[str, Tensor]:
     """Refuses what is no tensor of numbers. ValueError says which."""
+    if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
+        raise ValueError(f"it holds {type(held).__name__}, not tensors by name. Give the state of the autoencoder.")
     for name, value in held.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} is {type(value).__name__}, not a tensor. Give the state of the autoencoder.")

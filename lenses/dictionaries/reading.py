@@ -27,6 +27,12 @@ from microtome.lenses.dictionaries.layouts import as_tensors, layout_of
 _WEIGHTS = ("sae_weights.safetensors", "sae.safetensors", "ae.safetensors", "ae.pt")
 _CONFIGS = ("cfg.json", "config.json")
 _BLOCK = re.compile(r"^(?:.*\.)?(?:layers|h|blocks)\.(\d+)$")  # a whole block: its output is the stream behind it
+_KINDS_OF_VALUES: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (("", "metadata", "trainer", "activation_fn_kwargs"), dict, "an object"),
+    (("k",), int | float, "a number"),
+    (("d_in", "d_sae", "num_latents", "hook_head_index", "hook_point_head_index"), int, "a whole number"),
+    (("architecture", "hook_name", "hook_point", "activation_fn", "activation_fn_str"), str, "a name"),
+)
 _LEARNED_SITE = re.compile(r"^(resid_pre|resid_post|attn_out|mlp_out)(?:_layer)?_(\d+)$")
 
 
@@ -90,7 +96,7 @@ def _weights(path: Path, site: Site | None) -> Path:
     raise FileNotFoundError(f"there is no {', '.join(names)} in {path}.{said}")
 
 
-def _tensors(path: Path) -> Mapping[str, Any]:
+def _tensors(path: Path) -> Any:
     if path.suffix != ".pt":
         try:
             return load_file(path)
@@ -110,10 +116,23 @@ def _config(folder: Path) -> dict[str, Any]:
                 said = json.loads((folder / name).read_text(encoding="utf-8"))
             except ValueError as error:
                 raise ValueError(f"{name} is damaged ({error}). Get the file anew.") from error
-            if not isinstance(said, dict):
-                raise ValueError(f"{name} is {type(said).__name__}, expected an object. Get the file anew.")
-            return {**(said.get("metadata") or {}), **said}
+            _require_kinds(name, {"": said})
+            _require_kinds(name, said)
+            flat = {**(said.get("metadata") or {}), **said}
+            for part in (flat, flat.get("trainer") or {}, flat.get("activation_fn_kwargs") or {}):
+                _require_kinds(name, part)
+            return flat
     return {}
+
+
+def _require_kinds(file: str, said: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value that is of another JSON type than its key calls for; null stands for no key."""
+    for keys, kind, word in _KINDS_OF_VALUES:
+        for key in keys:
+            value = said.get(key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                what = f"{key} of {file}" if key else file
+                raise ValueError(f"{what} is {type(value).__name__} ({value!s:.40}), expected {word}. Get it anew.")
 
 
 def _told_site(config: Mapping[str, Any], folder: str) -> Site | None:

@@ -22,6 +22,7 @@ from microtome.lenses.dictionaries.topk_gradients import TopKWeights, topk_step,
 
 _BETAS, _EPS = (0.9, 0.999), 6.25e-10
 _MEDIAN_ROWS, _MEDIAN_STEPS = 8192, 100
+_STATE = ("step", "epoch", "block", "place", "scale", "variance", "unexplained", "since", "history")
 COLUMNS = ("step", "explained", "held_out_explained", "dead", "rate")
 
 
@@ -152,8 +153,7 @@ class TrainingState:
         tensors = {name: getattr(self.weights, name) for name in TopKWeights._fields} | {"off": self.off}
         for number, state in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": value for name, value in state.items()}
-        names = ("step", "epoch", "block", "place", "scale", "variance", "unexplained", "since", "history")
-        state = {"facts": dict(facts), **{name: getattr(self, name) for name in names}}
+        state = {"facts": dict(facts), **{name: getattr(self, name) for name in _STATE}}
         path.parent.mkdir(parents=True, exist_ok=True)
         held = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
         with replaced_file(path) as scratch:
@@ -170,10 +170,13 @@ class TrainingState:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                said = json.loads(file.metadata()["state"])
+                said = json.loads((file.metadata() or {})["state"])
                 # own, aligned memory: products of tensors that lie elsewhere in a cache line differ in the last bits
                 tensors = {name: file.get_tensor(name).clone().to(device) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+            held = {*_STATE, "facts"} - set(said), {*TopKWeights._fields, "off"} - set(tensors)
+            if missing := [name for names in held for name in sorted(names)]:
+                raise KeyError(f"no {missing[0]}")
+        except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged ({error}). Remove it; training then begins again.") from error
         ours = json.loads(json.dumps(dict(facts)))
         if changed := [name for name in ours if said["facts"].get(name) != ours[name]]:
@@ -183,7 +186,7 @@ class TrainingState:
         weights = TopKWeights(*(tensors[name] for name in TopKWeights._fields))
         found = cls(weights, k, said["scale"], said["variance"], settings)
         found.off = tensors["off"]
-        for name in ("step", "epoch", "block", "place", "unexplained", "since", "history"):
+        for name in _STATE:
             setattr(found, name, said[name])
         kept: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():

@@ -196,7 +196,7 @@ def _sites(moments: MomentSource, wanted: str | Sequence[Any]) -> list[str]:
         models = sorted({name.split("/", 1)[0] for name in known if "/" in name})
         said = repr(wanted) if not names else unknown[0]
         raise ValueError(f"no site is called {said}. Models: {models}; sites: {known[:4]}, {len(known)} in all.")
-    return names
+    return list(dict.fromkeys(names))
 
 
 def _embeddings(

@@ -96,7 +96,7 @@ def carried_direction(
                 f"{name} has {len(vector)} channels and norm {float(vector.double().norm()):.3g}; the map is "
                 f"{found.d_in} to {found.d_out} channels. Give a vector of {width} that is not 0."
             )
-    if draws < 1 or (norm is not None and not norm > 0):
+    if draws < 1 or (norm is not None and not 0 < norm < torch.inf):
         raise ValueError(f"draws={draws}, norm={norm}; give 1 draw or more and a length above 0.")
     carried = u @ weight
     length = float(carried.norm())

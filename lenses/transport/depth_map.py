@@ -68,7 +68,7 @@ def depth_map(found: Alignment, value: str = "r2_vw", *, tolerance: int | float 
         KeyError: no such column.
         ValueError: a value that is missing (NaN), or a negative tolerance.
     """
-    if tolerance < 0:
+    if not tolerance >= 0:
         raise ValueError(f"tolerance is {tolerance}; give 0 or more, in units of {value}.")
     tables, summaries = [], []
     for direction, column in zip(DIRECTIONS, (value, _back(found, value)), strict=True):

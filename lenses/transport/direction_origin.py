@@ -129,6 +129,11 @@ def direction_origin(
     """
     if (texts is None) != (model is None):
         raise ValueError("give both the model and the texts, or neither: without them R2 are of the test shard.")
+    if not 0 < threshold < 1 or controls < 0 or draws < 1:
+        raise ValueError(
+            f"threshold={threshold} is to lie between 0 and 1, controls={controls} to be 0 or more, draws={draws} to "
+            "be 1 or more."
+        )
     target = str(Site.parse(target))
     depths = _depths(moments, target, sites)
     first = pair_splits(moments, depths[-2], target, stratum, shards=shards)

@@ -27,6 +27,7 @@ def unit_rows(directions: Tensor, site: str, width: int) -> Float64[Tensor, "dir
     if not bool(torch.isfinite(rows).all()):
         number = int((~torch.isfinite(rows)).any(1).nonzero()[0])
         raise ValueError(f"direction {number} for {site} holds NaN or infinity. Drop it.")
+    rows = rows / rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)  # squares stay in range
     lengths = rows.norm(dim=1, keepdim=True)
     if not bool((lengths > 0).all()):
         number = int((lengths[:, 0] == 0).nonzero()[0])

@@ -137,4 +137,4 @@ def _ratio_ends(
     studentized = torch.where(usable, (drawn - centre) / errors_drawn, torch.nan)
     tails = torch.tensor([(1 + level) / 2, (1 - level) / 2], dtype=torch.float64)
     found = centre - torch.nanquantile(studentized.T.contiguous(), tails, dim=1) * error
-    return found if signed else torch.where(errors.sum(0) > 0, found.exp(), 0.0)  # an error of 0 is one in any draw
+    return found if signed else torch.where(errors.sum(0) == 0, 0.0, found.exp())  # an error of 0 is one in any draw

@@ -64,7 +64,7 @@ class FeatureSums:
         """Count in a batch.
 
         Raises:
-            ValueError: an operator reads or writes another width than its site has here.
+            ValueError: an operator of another width than its site has here; NaN or infinity in it or in values.
         """
         for (target, route), numbers in self._groups.items():
             to, source = rows.pairs(route)
@@ -76,7 +76,7 @@ class FeatureSums:
     def _block(
         self, rows: TransportRows, target: str, route: Route, numbers: list[int], to: Tensor, source: Tensor
     ) -> None:
-        y = _taken(rows.values[target], to)
+        y = _taken(rows.values[target], to, target)
         document, axes, key = rows.document[to], self._axes_like(target, y), (target, route)
         centre = self._centre(target, y)
         a = (y - centre) @ axes
@@ -96,7 +96,7 @@ class FeatureSums:
         for number in numbers:
             by_source.setdefault(self.operators[number].source, []).append(number)
         for name, those in by_source.items():
-            x = _taken(rows.values[name], source)
+            x = _taken(rows.values[name], source, name)
             if x.shape[1] == y.shape[1]:
                 self._copy((name, *key), x, a, centre, axes, document)
             for number in those:
@@ -148,11 +148,17 @@ class FeatureSums:
                     f"the {kind} {found.source} to {found.target} is {found.d_in} to {found.d_out} channels wide; in "
                     f"this model these sites are {x.shape[1]} and {y.shape[1]}. Fit it on this model."
                 )
-            self._ready[kind, number] = found.to(x.device).to(x.dtype)
+            ready = found.to(x.device).to(x.dtype)
+            parts = [part for part in (ready.left, ready.right, ready.intercept) if part is not None]
+            if not all(bool(torch.isfinite(part).all()) for part in parts):
+                raise ValueError(f"the {kind} {found.source} to {found.target} holds NaN or infinity. Fit it anew.")
+            self._ready[kind, number] = ready
         return self._ready[kind, number]
 
 
-def _taken(values: Tensor, rows: Tensor) -> Tensor:
+def _taken(values: Tensor, rows: Tensor, name: str) -> Tensor:
     """In float32, or float64 where the model computes so."""
     found = values[rows.to(values.device)]
+    if not bool(torch.isfinite(found).all()):
+        raise ValueError(f"{name} holds NaN or infinity in these texts. Load the model in float32, or leave them out.")
     return found if found.dtype == torch.float64 else found.float()

@@ -66,7 +66,7 @@ def feature_transport(
         means: mean of y in the fit shard by target, or the moments it is taken from.
         encode: activations [row, direction] of the target's dictionary, or by target: for the published scores.
         draws, seed: of the bootstrap over documents, 95 % intervals.
-        stratum: of the tokens that count, "rest", "sinks" or "all".
+        stratum: of the rows that count, "rest" (neither target nor source is set apart), "sinks" or "all".
         threshold: what share of the variance counts as carried.
         null_quantile: of the null's R2 over directions.
         rule, medians: of sinks; taken from `means` where those are moments.
@@ -91,6 +91,8 @@ def feature_transport(
         medians = medians or getattr(means, "medians", None)
     centres = _means(means, targets, stratum)
     encoders = {} if encode is None else dict(encode) if isinstance(encode, Mapping) else dict.fromkeys(targets, encode)
+    if other := [site for site in encoders if site not in targets]:
+        raise ValueError(f"encode is given for {other[0]}, which no operator writes. Targets: {', '.join(targets)}.")
     sites = list(dict.fromkeys(site for operator in chosen for site in (operator.source, operator.target)))
     job = transport_pass(
         model,

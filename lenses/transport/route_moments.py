@@ -36,7 +36,8 @@ from microtome.lenses.moments import CHUNK, Moments
 from microtome.lenses.moments_pass import RowPlan, Shards, accumulated, expand_sites
 from microtome.lenses.site_pairs import SiteKey
 from microtome.lenses.strata import TokenRule
-from microtome.lenses.transport.routes import NO_SOURCE, Route, route_site, source_columns
+from microtome.lenses.transport.route_rows import row_reasons, source_rows
+from microtome.lenses.transport.routes import NO_SOURCE, Route, route_site
 
 LEFT_OUT = "left out"  # in `counts()`, beside "without ROUTE"
 
@@ -170,9 +171,7 @@ def _count_rows(
     moments.leave_out(LEFT_OUT, _of(owners, ~picked))
     target = picked.nonzero()[:, 0]
     source = {route: rows[target] for route, rows in source.items()}
-    reason = reasons[target.cpu()]
-    for rows in source.values():
-        reason = torch.where(reason > 0, reason, reasons[rows.cpu()])
+    reason = row_reasons(reasons, target.cpu(), [rows.cpu() for rows in source.values()])
 
     def values_at(site: Site, rows: Tensor) -> Tensor:
         return chunk.values[site][rows.to(chunk.values[site].device)]
@@ -182,15 +181,6 @@ def _count_rows(
     moments.update(
         values, documents=_of(owners, picked), position=position[target.cpu()], text=text[target.cpu()], reasons=reason
     )
-
-
-def source_rows(route: Route, chunk: Chunk) -> Tensor:
-    """Number of each token's source among the rows of the chunk, -1 where it has none."""
-    pattern = None if route.head is None else chunk.patterns[route.head].to(chunk.is_real.device)
-    columns = source_columns(route, chunk.is_real, pattern, chunk.input_ids)[chunk.is_real]
-    number = chunk.is_real.flatten().long().cumsum(0).view(chunk.is_real.shape) - 1
-    batch_row = chunk.is_real.nonzero()[:, 0]
-    return torch.where(columns == NO_SOURCE, NO_SOURCE, number[batch_row, columns.clamp_min(0)])
 
 
 def _of(owners: list[int], is_chosen: Tensor) -> list[int]:

@@ -130,6 +130,7 @@ def test_parts_that_do_not_go_together_are_refused(changed, said):
         ({"decoder": torch.zeros(F, D + 1)}, r"goes with a decoder \(10, 6\), got \(10, 7\)"),
         ({"encoder_bias": torch.zeros(D)}, r"goes with a encoder_bias \(10,\)"),
         ({"encoder": torch.zeros(D)}, r"encoder is \(6,\)"),
+        ({"encoder": torch.zeros(D, 0)}, r"encoder is \(6, 0\): there is no feature"),
     ],
 )
 def test_shapes_that_do_not_go_together_are_refused(changed, said):
@@ -146,6 +147,23 @@ def test_save_and_load_give_the_same(kind, x, tmp_path):
         assert (found.site, found.model, found.facts) == ("resid_post.3", "tiny", {"tokens": 7})
     with pytest.raises(ValueError, match=r"is asked for at resid_post\.5"):
         load_dictionary(tmp_path / "one", "resid_post.5")
+
+
+def test_a_token_of_zeros_is_rebuilt_as_zeros():
+    it = made("relu", normalisation="constant_norm", encoder_bias=torch.ones(F))
+    assert torch.equal(it(torch.zeros(2, D)), torch.zeros(2, D))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"more": 1}, {"site": 5}, {"site": None}, {"facts": [1]}, {"k": "3"}, {"kind": ...}]
+)
+def test_facts_of_another_type_and_missing_ones_are_refused(changed, tmp_path):
+    made().save(tmp_path)
+    facts = json.loads((tmp_path / "dictionary.json").read_text()) | changed
+    given = {name: value for name, value in facts.items() if value is not ...}
+    (tmp_path / "dictionary.json").write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=r"is missing in .*, or unknown, or of another type"):
+        Dictionary.load(tmp_path)
 
 
 def test_damaged_and_missing_files_are_refused(tmp_path):

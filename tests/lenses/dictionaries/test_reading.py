@@ -240,6 +240,17 @@ def test_dictionary_learning_that_says_too_little(tmp_path):
         ({}, {"activation_fn": "tanh-relu"}, "activation function of a standard is 'tanh-relu'"),
         ({}, {"hook_name": "blocks.2.ln2.hook_normalized"}, "no counterpart"),
         ({}, {"hook_name_out": "blocks.2.hook_mlp_out"}, "a transcoder is not read"),
+        ({}, {"metadata": [1]}, r"metadata of cfg.json is list \(\[1\]\), expected an object"),
+        ({}, {"trainer": "top_k"}, "trainer of cfg.json is str"),
+        ({}, {"trainer": {"k": [3]}}, "k of cfg.json is list"),
+        ({}, {"hook_name": [HOOK]}, "hook_name of cfg.json is list .*, expected a name"),
+        ({}, {"architecture": {"name": "topk"}}, "architecture of cfg.json is dict"),
+        ({}, {"architecture": "topk", "k": 2.5}, "k is 2.5; expected a whole number"),
+        ({}, {"architecture": "topk", "k": float("inf")}, "k is inf; expected a whole number"),
+        ({}, {"architecture": "topk", "activation_fn_kwargs": {"k": "3"}}, "k of cfg.json is str"),
+        ({}, {"metadata": {"d_in": [D]}}, "d_in of cfg.json is list"),
+        ({"W_dec": torch.zeros(D)}, {"architecture": "topk", "k": 3, "rescale_acts_by_decoder_norm": True}, "got .6,."),
+        ({name: torch.zeros(0) for name in ("b_enc",)} | {"W_enc": torch.zeros(D, 0)}, {}, "there is no feature"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tensors, config, said, tmp_path):
@@ -247,6 +258,39 @@ def test_what_cannot_be_read_is_refused(tensors, config, said, tmp_path):
     path = folder(tmp_path, held, {"hook_name": HOOK} | config)
     with pytest.raises(ValueError, match=said):
         load_dictionary(path)
+
+
+@pytest.mark.parametrize("held", [[torch.zeros(2)], torch.zeros(2), {1: torch.zeros(2)}, {"a": {"b": torch.zeros(2)}}])
+def test_a_file_of_other_things_is_refused(held, tmp_path):
+    torch.save(held, tmp_path / "ae.pt")
+    with pytest.raises(ValueError, match=r"not .*tensor"):
+        load_dictionary(tmp_path, "resid_post.2")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"encoder.weight": torch.zeros(F)}, r"encoder.weight is \(10,\); expected a matrix"),
+        ({"decoder.weight": torch.zeros(1, D, F)}, r"decoder.weight is \(1, 6, 10\)"),
+    ],
+)
+def test_a_weight_that_is_no_matrix_is_refused(changed, said, tmp_path):
+    held = {
+        "encoder.weight": random(F, D),
+        "encoder.bias": random(F),
+        "decoder.weight": random(D, F),
+        "bias": random(D),
+    }
+    path = folder(tmp_path, held | changed, {"trainer": {"dict_class": "AutoEncoder"}}, "ae.safetensors", "config.json")
+    with pytest.raises(ValueError, match=said):
+        load_dictionary(path, "resid_post.2")
+
+
+def test_a_threshold_of_another_number_of_features_is_refused(tmp_path):
+    held = lens_tensors() | {"threshold": torch.ones(F + 2)}
+    path = folder(tmp_path, held, {"trainer": {"dict_class": "JumpReluAutoEncoder"}}, "ae.safetensors", "config.json")
+    with pytest.raises(ValueError, match=r"the threshold is \(12,\)"):
+        load_dictionary(path, "resid_post.2")
 
 
 def test_sites_and_files_that_do_not_fit(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn.functional import normalize
 
 from microtome.capture import taps
@@ -140,6 +141,15 @@ def test_a_checkpoint_of_another_training_is_refused(killed, tmp_path):
     with pytest.raises(ValueError, match=r"of another training \(settings differ\)"):
         killed["train"](tmp_path, 1000, rate=0.02)
     (tmp_path / training.CHECKPOINT).write_bytes(b"cut off")
+    with pytest.raises(ValueError, match="is damaged"):
+        killed["train"](tmp_path, 1000)
+
+
+@pytest.mark.parametrize(
+    "state", [None, {}, {"other": "1"}, {"state": "{"}, {"state": "[]"}, {"state": '{"facts": {}}'}]
+)
+def test_a_checkpoint_that_lacks_something_is_damaged(state, killed, tmp_path):
+    save_file({"encoder": torch.zeros(2)}, tmp_path / training.CHECKPOINT, metadata=state)
     with pytest.raises(ValueError, match="is damaged"):
         killed["train"](tmp_path, 1000)
 

@@ -205,6 +205,8 @@ def test_errors(several):
         alignment(several, "a", ["a/resid_post.0", "b/resid_post.0"])
     with pytest.raises(ValueError, match="no site is called a/embed"):
         alignment(several, "a", "b", lexical=("a/embed", "b/embed"))
+    twice = alignment(several, ["a/resid_post.0"] * 2, "b", canonical=False, procrustes=False)
+    assert twice.matrix().index.tolist() == ["a/resid_post.0"]
     found: Alignment = alignment(several, "a", "b", canonical=False, procrustes=False)
     with pytest.raises(KeyError, match="no column 'r2'"):
         found.matrix("r2")

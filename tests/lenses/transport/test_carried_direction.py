@@ -83,3 +83,5 @@ def test_errors():
         carried_direction(found, torch.ones(3), draws=0)
     with pytest.raises(ValueError, match="norm=-1"):
         carried_direction(found, torch.ones(3), norm=-1)
+    with pytest.raises(ValueError, match="norm=inf"):
+        carried_direction(found, torch.ones(3), norm=float("inf"))

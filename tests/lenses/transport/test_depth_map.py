@@ -122,5 +122,7 @@ def test_errors():
         depth_map(by_hand([[1.0]]), "canonical")
     with pytest.raises(ValueError, match="tolerance is -1"):
         depth_map(by_hand([[1.0]]), tolerance=-1)
+    with pytest.raises(ValueError, match="tolerance is nan"):
+        depth_map(by_hand([[1.0]]), tolerance=float("nan"))
     with pytest.raises(ValueError, match="r2_vw is missing for some pairs"):
         depth_map(by_hand([[1.0, float("nan")]]))

@@ -181,6 +181,9 @@ def test_bad_input_says_what_to_do(row_moments, stream, model, texts):
         direction_origin(moments, rows, "resid_post.9")
     with pytest.raises(ValueError, match="first depth"):
         direction_origin(moments, rows, DEPTHS[0])
+    for wrong in ({"controls": -1}, {"draws": 0}, {"threshold": float("nan")}):
+        with pytest.raises(ValueError, match="is to lie between 0 and 1, controls="):
+            direction_origin(moments, rows, DEPTHS[5], **wrong)
     with pytest.raises(ValueError, match="both the model and the texts"):
         direction_origin(moments, rows, DEPTHS[5], texts=texts)
     with pytest.raises(KeyError, match="no column 'r2'"):

@@ -17,8 +17,11 @@ from microtome.lenses.moments_pass import moments_of
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.ridge_pairs import ridge_pairs
 from microtome.lenses.strata import TokenRule
+from microtome.lenses.transport.feature_sums import FeatureSums
 from microtome.lenses.transport.feature_transport import feature_transport
 from microtome.lenses.transport.operator import operator_of
+from microtome.lenses.transport.routes import Route
+from microtome.lenses.transport.transport_rows import TransportRows
 
 SITES = "resid_pre.0", "resid_post.1", "resid_post.2"
 PAIRS = [(SITES[0], SITES[2]), (SITES[1], SITES[2])]
@@ -219,3 +222,28 @@ def test_bad_input_says_what_to_do(model, tiny, maps, decoder, held_out):
         feature_transport(model, texts, give, decoder, stratum="none")
     with pytest.raises(ValueError, match=r"encode gives \(.*, 3\)"):
         feature_transport(model, texts, give, decoder, encode=lambda y: y[:, :3])
+    with pytest.raises(ValueError, match=r"encode is given for resid_post.1, which no operator writes"):
+        feature_transport(model, texts, give, decoder, encode={"resid_post.1": lambda y: y[:, :7]})
+
+
+def test_nan_is_no_answer(model, maps, decoder, held_out):
+    texts, _ = held_out
+    give = maps[0]
+    broken = LinearMap(torch.full_like(give.weight, torch.nan), give.intercept, "", *PAIRS[0])
+    with pytest.raises(ValueError, match=r"the operator resid_pre.0 to resid_post.2 holds NaN"):
+        feature_transport(model, texts, broken, decoder)
+    with pytest.raises(ValueError, match=r"the null resid_pre.0 to resid_post.2 holds NaN"):
+        feature_transport(model, texts, give, decoder, null=broken)
+    values = {SITES[0]: torch.ones(3, 32), SITES[2]: torch.full((3, 32), torch.nan)}
+    rows = TransportRows(values, torch.zeros(3).long(), torch.zeros(3).long(), {Route(): torch.arange(3)})
+    sums = FeatureSums([operator_of(give)], [None], {SITES[2]: decoder}, {}, 1)
+    with pytest.raises(ValueError, match=r"resid_post.2 holds NaN or infinity in these texts"):
+        sums.update(rows)
+
+
+def test_the_length_of_a_direction_does_not_matter(model, maps, decoder, held_out):
+    texts, _ = held_out
+    expected = feature_transport(model, texts, maps[0], decoder.double(), draws=5).table["r2"]
+    for length in (1e-200, 1e250):
+        found = feature_transport(model, texts, maps[0], decoder.double() * length, draws=5).table["r2"]
+        np.testing.assert_allclose(found, expected, atol=1e-9)

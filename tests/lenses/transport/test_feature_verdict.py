@@ -47,8 +47,8 @@ def operator_from(x: torch.Tensor, y: torch.Tensor) -> TransportOperator:
 
 
 def rows_of(x: torch.Tensor, y: torch.Tensor, document: torch.Tensor) -> TransportRows:
-    everything = torch.ones(len(x), dtype=torch.bool)
-    return TransportRows({X: x, Y: y}, document, everything, {Route(): torch.arange(len(x))}, True)
+    rest = torch.zeros(len(x), dtype=torch.int64)
+    return TransportRows({X: x, Y: y}, document, rest, {Route(): torch.arange(len(x))})
 
 
 def scored(x, y, document, operator, null=None, **options) -> FeatureTransport:
@@ -184,3 +184,11 @@ def test_intervals_over_documents_cover_where_tokens_are_alike(documents, heavy)
     assert 0.90 <= covered(documents, tokens) <= 0.98
     if documents == 50:
         assert covered(documents * tokens, 1) < 0.6
+
+
+def test_an_error_that_is_no_number_has_no_interval():
+    weights = document_draws(4, 20, 0)
+    ones = torch.ones(4, 2, dtype=torch.float64)
+    errors = torch.tensor([[torch.nan, 0.0]] * 4, dtype=torch.float64)
+    low, high = r2_interval(weights, errors, ones[:, :1], ones, ones, True)
+    assert low.isnan().tolist() == high.isnan().tolist() == [True, False]
