@@ -89,9 +89,15 @@ class TransportOperator:
 
         Raises:
             ValueError: x is of another width.
+            TypeError: x holds whole numbers, in whose dtype the weight would be cut off.
         """
-        if x.shape[-1] != self.d_in:
-            raise ValueError(f"x has {x.shape[-1]} channels; the operator from {self.source} reads {self.d_in}.")
+        if not x.is_floating_point():
+            raise TypeError(
+                f"x is {x.dtype}; the operator from {self.source} reads floating-point values. Give x.float()."
+            )
+        if not x.ndim or x.shape[-1] != self.d_in:
+            width = x.shape[-1] if x.ndim else "no"
+            raise ValueError(f"x has {width} channels; the operator from {self.source} reads {self.d_in}.")
         inner = x @ self.left.to(x)
         return (inner if self.right is None else inner @ self.right.to(x)) + self.intercept.to(x)
 
@@ -145,6 +151,8 @@ class TransportOperator:
         found = said.get("format") if isinstance(said, dict) else None
         if found != _FORMAT or "route" not in said:
             raise ValueError(f"{path}.json is no transport operator of format {_FORMAT} (format {found!r}).")
+        if missing := [name for name in (*_TEXTS, "facts", "digest") if name not in said]:
+            raise ValueError(f"{path}.json is damaged: it lacks {', '.join(missing)}. Write it again.")
         if file_fingerprint(_file(path, "safetensors")) != said["digest"]:
             raise ValueError(f"{path}.safetensors is damaged, or of another save than {path}.json. Write it again.")
         tensors = load_file(_file(path, "safetensors"))
