@@ -151,8 +151,8 @@ def require_variance(splits: PairSplits) -> None:
     for name, width in (("source", source_basis(fit).kept_rank), ("target", target_metric(fit).onto.shape[1])):
         if not width:
             raise ValueError(
-                f"the {name} is the same in all {fit.count} fit rows, so that nothing is carried. Choose another site, or "
-                "another stratum (first tokens may all be alike)."
+                f"the {name} is the same in all {fit.count} fit rows, so that nothing is carried. Choose another site "
+                "or stratum (first tokens may all be alike)."
             )
 
 

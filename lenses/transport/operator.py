@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -84,7 +84,7 @@ class TransportOperator:
             self.weight, self.intercept, self.kind, self.source, self.target, self.strength, self.rank, self.facts
         )
 
-    def __call__(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any d_out"]:
+    def __call__(self, x: Shaped[Tensor, "*any width"]) -> Float[Tensor, "*any d_out"]:
         """x U V + c in x's dtype and on its device.
 
         Raises:
@@ -95,9 +95,8 @@ class TransportOperator:
             raise TypeError(
                 f"x is {x.dtype}; the operator from {self.source} reads floating-point values. Give x.float()."
             )
-        if not x.ndim or x.shape[-1] != self.d_in:
-            width = x.shape[-1] if x.ndim else "no"
-            raise ValueError(f"x has {width} channels; the operator from {self.source} reads {self.d_in}.")
+        if x.shape[-1] != self.d_in:
+            raise ValueError(f"x has {x.shape[-1]} channels; the operator from {self.source} reads {self.d_in}.")
         inner = x @ self.left.to(x)
         return (inner if self.right is None else inner @ self.right.to(x)) + self.intercept.to(x)
 
