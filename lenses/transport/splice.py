@@ -82,8 +82,8 @@ def splice_edits(
         if not operator.route.is_same:
             if value.shape[1] == 1 and bool(chosen.any()):
                 raise ValueError(
-                    f"route {operator.route}: a forward of one token does not hold its source. Give the whole text to every "
-                    "forward; in generation, use_cache=False."
+                    f"route {operator.route}: a forward of one token does not hold its source. Give the whole text to "
+                    "every forward; in generation, use_cache=False."
                 )
             late = f"the head of route {operator.route} comes after {target} in this forward"
             pattern = None if head is None else _taken(held, "pattern", late)
