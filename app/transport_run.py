@@ -194,7 +194,8 @@ def chosen_sites(anatomy: Any, config: TransportConfig) -> tuple[list[str], list
         named = [tuple(str(Site.parse(site)) for site in pair) for pair in config.pairs]
         for pair in named:
             anatomy.expand(list(pair))
-            if all(site in depths for site in pair) and depths.index(pair[0]) >= depths.index(pair[1]):
+            places = [Site.parse(site) for site in pair]
+            if all(place.layer is not None for place in places) and _misplaced(*places):
                 raise ValueError(f"pair {':'.join(pair)}: {pair[1]} does not lie behind {pair[0]}. Exchange them.")
     else:
         start = last // 3
@@ -202,6 +203,18 @@ def chosen_sites(anatomy: Any, config: TransportConfig) -> tuple[list[str], list
     kept = {*depths[:: config.every], depths[last], *(site for pair in named for site in pair)}
     stream = [site for site in depths if site in kept]
     return [*stream, *(site for site in sorted(kept) if site not in depths)], named
+
+
+def _place(site: Site) -> float:
+    """Depth as far as layers say it: the stream entering block l is that leaving l - 1; parts of l lie between."""
+    assert site.layer is not None
+    return site.layer + {"resid_pre": 0.0, "resid_post": 1.0}.get(site.kind, 0.5)
+
+
+def _misplaced(source: Site, target: Site) -> bool:
+    """Whether a target lies before its source or is the same tensor; parts of one block are not told apart."""
+    is_stream = all(site.kind in ("resid_pre", "resid_post") for site in (source, target))
+    return _place(source) > _place(target) or (is_stream and _place(source) == _place(target))
 
 
 def _measured(

@@ -40,27 +40,49 @@ def outputs_kept(module: nn.Module, anatomy: Anatomy, layers: tuple[int, ...]) -
             handle.remove()
 
 
+class _Still:
+    """In place of a block's `forward`: what each thread holds of it; threads that hold nothing run the block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.outputs: dict[int, Any] = {}
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        thread = threading.get_ident()
+        if thread not in self.outputs:
+            return type(self.block).forward(self.block, *inputs, **named)
+        return _fresh(self.outputs[thread])
+
+
+_LOCK = threading.Lock()  # of putting one on a block and taking it off
+
+
 @contextmanager
 def blocks_standing_still(module: nn.Module, anatomy: Anatomy, held: Mapping[int, Any], count: int) -> Iterator[None]:
-    """The first `count` blocks return what is held of them; none if it is 0. held: must hold the last of them."""
-    thread = threading.get_ident()
+    """The first `count` blocks return what is held of them; none if it is 0. held: must hold the last of them.
 
-    def still(block: nn.Module, output: Any) -> Any:
-        def forward(*inputs: Any, **named: Any) -> Any:
-            if threading.get_ident() != thread:
-                return type(block).forward(block, *inputs, **named)
-            return _fresh(output)
-
-        return forward
-
-    blocks = _blocks(module, anatomy)[:count]
+    Threads may run one model at once, each with blocks of its own standing still.
+    """
+    thread, blocks = threading.get_ident(), _blocks(module, anatomy)[:count]
+    stood: list[nn.Module] = []
     try:
         for layer, block in enumerate(blocks):
-            block.forward = still(block, held.get(layer, held[count - 1]))
+            output = held.get(layer, held[count - 1])
+            with _LOCK:
+                still = vars(block).get("forward")
+                if not isinstance(still, _Still):
+                    still = block.forward = _Still(block)
+                still.outputs[thread] = output
+            stood.append(block)
         yield
     finally:
-        for block in blocks:
-            vars(block).pop("forward", None)
+        for block in stood:
+            with _LOCK:
+                still = vars(block).get("forward")
+                if isinstance(still, _Still):
+                    still.outputs.pop(thread, None)
+                    if not still.outputs:
+                        vars(block).pop("forward", None)
 
 
 def _fresh(output: Any) -> Any:

@@ -83,10 +83,11 @@ def transport_efficiency(
             where widths agree.
 
     Raises:
-        ValueError: as many channels as fit rows, where anything fits without an error; a rank that is not there;
-            another metric.
+        ValueError: as many channels as fit rows, where anything fits without an error; a site that does not vary; a
+            rank that is not there, or none; another metric; a further map of the name of one that is there.
     """
     require_rows(splits)
+    require_variance(splits)
     fit, test = splits.fit, splits.test
     basis, target = source_basis(fit, penalty), target_metric(fit, metric)
     ridge = ridge_map(fit, splits.validation, strengths=strengths, penalty=penalty, basis=basis)
@@ -122,6 +123,8 @@ def transport_efficiency(
                 ),
             }
         )
+    if taken := [name for name in maps or {} if name in ("identity", "ridge")]:
+        raise ValueError(f"a further map cannot be called {taken[0]!r}, which is there already. Give another name.")
     same = {"identity": identity_map(fit.d_in)} if fit.d_in == fit.d_out else {}
     whole = []
     for name, found in {**same, **(maps or {}), "ridge": ridge.map}.items():
@@ -142,9 +145,22 @@ def require_rows(splits: PairSplits) -> None:
         )
 
 
+def require_variance(splits: PairSplits) -> None:
+    """Raise ValueError where one of the sites is the same in all fit rows, so that nothing can be carried."""
+    fit = splits.fit
+    for name, width in (("source", source_basis(fit).kept_rank), ("target", target_metric(fit).onto.shape[1])):
+        if not width:
+            raise ValueError(
+                f"the {name} is the same in all {fit.count} fit rows, so that nothing is carried. Choose another site "
+                "or stratum (first tokens may all be alike)."
+            )
+
+
 def _checked(ranks: Sequence[int] | None, full: int) -> list[int]:
     if ranks is None:
         return [*(rank for rank in RANKS if rank < full), full]
+    if not len(ranks):
+        raise ValueError("there are no ranks. Give one or more, or None for 1, 2, 4, ... and the full one.")
     if wrong := [rank for rank in ranks if not 1 <= rank <= full]:
         raise ValueError(f"rank {wrong[0]}; {full} directions have variance, so there are ranks 1 to {full}.")
     return sorted(set(ranks))

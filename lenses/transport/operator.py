@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -84,12 +84,17 @@ class TransportOperator:
             self.weight, self.intercept, self.kind, self.source, self.target, self.strength, self.rank, self.facts
         )
 
-    def __call__(self, x: Float[Tensor, "*any width"]) -> Float[Tensor, "*any d_out"]:
+    def __call__(self, x: Shaped[Tensor, "*any width"]) -> Float[Tensor, "*any d_out"]:
         """x U V + c in x's dtype and on its device.
 
         Raises:
             ValueError: x is of another width.
+            TypeError: x holds whole numbers, in whose dtype the weight would be cut off.
         """
+        if not x.is_floating_point():
+            raise TypeError(
+                f"x is {x.dtype}; the operator from {self.source} reads floating-point values. Give x.float()."
+            )
         if x.shape[-1] != self.d_in:
             raise ValueError(f"x has {x.shape[-1]} channels; the operator from {self.source} reads {self.d_in}.")
         inner = x @ self.left.to(x)
@@ -145,6 +150,8 @@ class TransportOperator:
         found = said.get("format") if isinstance(said, dict) else None
         if found != _FORMAT or "route" not in said:
             raise ValueError(f"{path}.json is no transport operator of format {_FORMAT} (format {found!r}).")
+        if missing := [name for name in (*_TEXTS, "facts", "digest") if name not in said]:
+            raise ValueError(f"{path}.json is damaged: it lacks {', '.join(missing)}. Write it again.")
         if file_fingerprint(_file(path, "safetensors")) != said["digest"]:
             raise ValueError(f"{path}.safetensors is damaged, or of another save than {path}.json. Write it again.")
         tensors = load_file(_file(path, "safetensors"))

@@ -47,7 +47,8 @@ def splice_edits(
     Raises:
         ValueError: another word for `at`, a route whose head comes after the target or one by chance without token
             ids, or a source that comes after the target (in the forward, where layers do not say it, as is a y_hat of
-            another width than the target).
+            another width than the target); one token at a time, as with a key-value cache, where a route needs earlier
+            ones.
         KeyError, IndexError: a site the model does not offer.
     """
     if isinstance(at, str) and at not in ("all", "last"):
@@ -79,6 +80,11 @@ def splice_edits(
         real = real.to(value.device)
         chosen = _chosen(at, value, real)
         if not operator.route.is_same:
+            if value.shape[1] == 1 and bool(chosen.any()):
+                raise ValueError(
+                    f"route {operator.route}: a forward of one token does not hold its source. Give the whole text to "
+                    "every forward; in generation, use_cache=False."
+                )
             late = f"the head of route {operator.route} comes after {target} in this forward"
             pattern = None if head is None else _taken(held, "pattern", late)
             ids = None if token_ids is None else token_ids.to(value.device)

@@ -1,7 +1,8 @@
 """How many directions are carried: the size of the linear transport subspace, each measure beside its null.
 
     above_edge       held-out canonical correlations above the largest that independent rows would show in the fit shard
-    above_null       held-out canonical correlations above the largest held-out one of 95 % of the null draws
+    above_null       held-out canonical correlations above the largest held-out one of 95 % of the null draws: the
+                     ceil(0.95 (n + 1))-th of n draws, which one more null draw passes in 5 % (of all, in 1/(n + 1))
     rank_90, _95, _99  fewest directions with this share of the held-out sum of r^2
     effective_rank   (sum g)^2 / sum g^2 of the variances g of the fitted values, raw metric
     participation    (sum r)^2 / sum r^2 in the fit shard, the published measure (arXiv 2508.17540, released code)
@@ -13,6 +14,7 @@ tokens are not independent). Only the first two measures are 0 for noise: partic
 about 0.72 d (a quarter circle of correlations), and shares of nothing take many directions.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,7 +30,7 @@ from microtome.lenses.pair_splits import PairSplits
 from microtome.lenses.reduced_rank import target_metric
 from microtome.lenses.ridge_map import least_squares_map
 from microtome.lenses.short_repr import short_repr
-from microtome.lenses.transport.efficiency import require_rows
+from microtome.lenses.transport.efficiency import require_rows, require_variance
 
 SHARES = (0.90, 0.95, 0.99)
 Sizes = tuple[Tensor, Tensor, float]  # in-sample and held-out correlations, effective rank
@@ -75,9 +77,11 @@ def transport_subspace(
         draws: simulated besides. seed: of them.
 
     Raises:
-        ValueError: fewer rows than channels of both sites together, nulls of other widths, or no null at all.
+        ValueError: fewer rows than channels of both sites together, a site that does not vary, nulls of other widths,
+            or no null at all.
     """
     require_rows(splits)
+    require_variance(splits)
     if draws < 0 or not (draws or len(nulls)):
         raise ValueError(f"draws={draws} and {len(nulls)} null moments: a size needs a null. Give draws=20.")
     found = canonical_correlations(splits.fit, splits.test)
@@ -86,6 +90,7 @@ def transport_subspace(
         if other.fit.xy.shape != splits.fit.xy.shape:
             raise ValueError(f"null moments are {tuple(other.fit.xy.shape)}, the pair {tuple(splits.fit.xy.shape)}.")
         require_rows(other)
+        require_variance(other)
         given.append((canonical_correlations(other.fit, other.test), other.fit))
     generator = torch.Generator().manual_seed(seed)
     rows = [_rows_like(splits.fit, found, [each.in_sample for each, _ in given], "fit")]
@@ -94,7 +99,7 @@ def transport_subspace(
     simulated = [_draw(found, roots, *rows, generator) for _ in range(draws)]
     nulled = [(each.in_sample, each.held_out, _effective_rank(fit)) for each, fit in given] + simulated
     edge = noise_edge(found.rank_x, found.rank_y, rows[0])
-    null_edge = float(np.quantile([float(held.max()) for _, held, _ in nulled], 0.95))
+    null_edge = _upper([float(held.max()) for _, held, _ in nulled], 0.95)
     values = _sizes(found.in_sample, found.held_out, _effective_rank(splits.fit), edge, null_edge)
     others = [_sizes(*each, edge, null_edge) for each in nulled]
     table = [
@@ -109,6 +114,12 @@ def transport_subspace(
         for name in MEASURES
     ]
     return TransportSubspace(pd.DataFrame(table), found, edge, null_edge, len(given), draws)
+
+
+def _upper(drawn: Sequence[float], level: float) -> float:
+    """What one more draw passes with probability 1 - level; an interpolated quantile of few draws would be too low."""
+    number = min(math.ceil(level * (len(drawn) + 1)), len(drawn))
+    return sorted(drawn)[number - 1]
 
 
 def _sizes(in_sample: Tensor, held: Tensor, effective: float, edge: float, null_edge: float) -> dict[str, float]:

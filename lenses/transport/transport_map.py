@@ -63,7 +63,8 @@ class TransportMap:
         if value not in self.table.columns:
             raise KeyError(f"the table has no column {value!r}; it has {list(self.table.columns)}.")
         wide = self.table.pivot_table(index="source", columns="target", values=value, sort=False)
-        return wide.reindex(columns=list(dict.fromkeys(self.table["target"])))
+        sources, targets = (list(dict.fromkeys(self.table[name])) for name in ("source", "target"))
+        return wide.reindex(index=pd.Index(sources, name="source"), columns=pd.Index(targets, name="target"))
 
     def by_distance(
         self, values: Sequence[str] = ("r2_vw", "r2_ua", "r2_wh", "efficiency", "above_edge")
@@ -136,8 +137,9 @@ def _carried(fitted: FittedPair, target: TargetMetric, ranks: Sequence[int]) -> 
     reduced = reduced_rank(fit, strength=fitted.path.strength, basis=fitted.basis, target=target)
     held = carried_directions(reduced, target, test, fit)
     score, ceiling = held.explained.cumsum(0), held.reachable.cumsum(0)
-    found: dict[str, Any] = {"score": float(score[-1]), "ceiling": float(ceiling[-1])}
-    found["efficiency"] = _over(score[-1], ceiling[-1])
+    # a site that does not vary has no directions: nothing to be carried
+    whole, reached = (one[-1] if len(one) else one.new_tensor(torch.nan) for one in (score, ceiling))
+    found: dict[str, Any] = {"score": float(whole), "ceiling": float(reached), "efficiency": _over(whole, reached)}
     for rank in ranks:
         inside = rank <= reduced.full_rank
         found[f"score_{rank}"] = float(score[rank - 1]) if inside else float("nan")
@@ -145,7 +147,7 @@ def _carried(fitted: FittedPair, target: TargetMetric, ranks: Sequence[int]) -> 
         found[f"efficiency_{rank}"] = _over(score[rank - 1], ceiling[rank - 1]) if inside else float("nan")
     if fit.d_in == fit.d_out:
         found["identity_score"] = _identity_score(fitted, target)
-        found["identity_efficiency"] = _over(found["identity_score"], ceiling[-1])
+        found["identity_efficiency"] = _over(found["identity_score"], reached)
     return found | _sizes(reduced.gains, held.correlations, fitted, target)
 
 
@@ -163,7 +165,7 @@ def _sizes(gains: Tensor, held: Tensor, fitted: FittedPair, target: TargetMetric
     """Sizes of the subspace of the ridge map; see `subspace` for least squares, with null distributions."""
     edge = noise_edge(fitted.basis.kept_rank, target.onto.shape[1], fitted.splits.fit.count)
     squares = held.clamp_min(0).square().sort(descending=True).values.cumsum(0)
-    total = float(squares[-1])
+    total = float(squares[-1]) if len(squares) else 0.0
     ranks = {
         name: int((squares < share * total * (1 - 1e-12)).sum()) + 1 if total > 0 else 0
         for name, share in _SHARES.items()

@@ -133,3 +133,10 @@ def test_mistakes_are_told_in_a_line(model, here, flags, said) -> None:
     assert said in " ".join(done.output.split()), done.output
     assert "Traceback" not in done.output
     assert not list((here / "runs").glob("[!.]*"))
+
+
+@pytest.mark.parametrize("pair", ["resid_pre.1:resid_post.0", "mlp_out.2:attn_out.0", "resid_post.1:mlp_out.1"])
+def test_a_target_that_does_not_lie_behind_its_source_is_refused_before_anything_runs(model, pair) -> None:
+    done = run(model, *SMALL, "--pair", pair)
+    assert done.exit_code == 2
+    assert "does not lie behind" in done.output

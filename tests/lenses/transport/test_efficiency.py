@@ -10,7 +10,7 @@ from microtome.lenses.map_scores import map_scores
 from microtome.lenses.pair_splits import PairSplits
 from microtome.lenses.ridge_map import ridge_map
 from microtome.lenses.transport.efficiency import transport_efficiency
-from microtome.lenses.transport.subspace import transport_subspace
+from microtome.lenses.transport.subspace import _upper, transport_subspace
 
 D = 24
 
@@ -153,3 +153,37 @@ def test_refuses_fewer_rows_than_channels_ranks_that_are_not_there_and_no_null(p
         transport_subspace(planted, draws=0)
     with pytest.raises(ValueError, match="metric is 'cosine'"):
         transport_efficiency(planted, metric="cosine")
+
+
+@pytest.mark.parametrize("draws", [20, 40])
+def test_five_percent_of_pairs_that_share_nothing_pass_the_null(draws):
+    generator = torch.Generator().manual_seed(3)
+    passed, repeats = 0, 150
+    for seed in range(repeats):
+        x, y = (torch.randn(500, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+        splits = PairSplits.from_rows(x, y, (0.7, 0, 0.3))
+        passed += transport_subspace(splits, draws=draws, seed=seed)["above_null"] > 0
+    assert passed / repeats < 0.08  # an interpolated quantile of 20 draws lets 9 % through
+
+
+@pytest.mark.parametrize("draws", [1, 7, 19, 20, 39, 100])
+def test_the_null_edge_is_the_draw_that_one_more_passes_in_five_percent(draws):
+    levels = torch.linspace(0, 1, draws, dtype=torch.float64).tolist()
+    above = sum(one > _upper(levels, 0.95) for one in levels)
+    assert (above + 1) / (draws + 1) <= max(0.05, 1 / (draws + 1)) + 1e-12
+
+
+@pytest.mark.parametrize("constant", ["source", "target"])
+def test_a_site_that_does_not_vary_carries_nothing(constant):
+    x, y = torch.randn(300, 4).double(), torch.full((300, 4), 3.0).double()
+    splits = PairSplits.from_rows(*((y, x) if constant == "source" else (x, y)))
+    for measure in (transport_efficiency, transport_subspace):
+        with pytest.raises(ValueError, match=f"the {constant} is the same in all 180 fit rows"):
+            measure(splits)
+
+
+def test_refuses_no_ranks_and_maps_of_a_name_that_is_there(planted):
+    with pytest.raises(ValueError, match="no ranks"):
+        transport_efficiency(planted, ranks=[])
+    with pytest.raises(ValueError, match="cannot be called 'ridge'"):
+        transport_efficiency(planted, maps={"ridge": LinearMap(torch.eye(D), torch.zeros(D), "mine")})

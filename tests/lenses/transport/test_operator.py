@@ -116,3 +116,20 @@ def test_knows_its_model_and_its_sites(tiny):
 def test_a_map_without_names_is_no_operator():
     with pytest.raises(ValueError, match="does not say its sites"):
         operator_of(LinearMap(torch.eye(3), torch.zeros(3), "a map"))
+
+
+def test_whole_numbers_are_refused_and_not_computed_with_a_weight_cut_off():
+    found = operator_of(LinearMap(torch.eye(3) / 2, torch.zeros(3), "half", *PAIR))
+    for x in (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)):
+        with pytest.raises(TypeError, match="reads floating-point values"):
+            found(x)
+
+
+@pytest.mark.parametrize("lost", ["digest", "facts", "source", "rank"])
+def test_a_description_that_lacks_something_is_damaged(tmp_path, lost):
+    operator_of(LinearMap(torch.eye(3), torch.zeros(3), "one", *PAIR)).save(tmp_path / "a")
+    said = json.loads((tmp_path / "a.json").read_text())
+    del said[lost]
+    (tmp_path / "a.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=f"damaged: it lacks {lost}"):
+        TransportOperator.load(tmp_path / "a")

@@ -112,3 +112,14 @@ def test_a_source_that_comes_later_in_the_block_is_refused_in_every_forward(llam
     for _ in range(2):
         with pytest.raises(ValueError, match=r"mlp_out.1 comes after attn_out.1"), taps(llama, edits=edits):
             llama(ids)
+
+
+@pytest.mark.parametrize("route", ["offset 1", "head 0.1", "random 0"])
+def test_a_route_is_refused_where_a_cache_keeps_earlier_tokens_out_of_the_forward(llama, ids, route):
+    edits = splice_edits(operator(32, "resid_post.0", "resid_post.1", route), token_ids=ids)
+    with (
+        torch.no_grad(),
+        taps(llama, edits=edits),
+        pytest.raises(ValueError, match=r"one token does not hold its source.*use_cache=False"),
+    ):
+        llama.generate(ids, max_new_tokens=3, do_sample=False, use_cache=True, pad_token_id=0, eos_token_id=None)

@@ -70,3 +70,16 @@ def test_refuses_what_cannot_be_measured(stream_moments, row_moments):
     few = row_moments({name: rows[:20] for name, rows in stream_moments.values.items()})
     with pytest.raises(ValueError, match="12 rows for 8 \\+ 8 channels"):
         transport_map(few)
+
+
+def test_a_site_that_does_not_vary_is_nan_and_leaves_the_other_pairs_alone(stream_moments, row_moments):
+    values = dict(stream_moments.values)
+    first, *_, last = values
+    values["resid_post.1"] = torch.full_like(values["resid_post.1"], 3.0)
+    table = transport_map(row_moments(values), [(first, "resid_post.1"), ("resid_post.1", last), (first, last)])
+    rows = table.table
+    assert rows[["score", "ceiling", "efficiency", "score_1"]].iloc[:2].isna().all(axis=None)
+    assert (rows["above_edge"].iloc[:2] == 0).all()
+    alone = transport_map(stream_moments, [(first, last)]).table.iloc[0]
+    assert rows.iloc[2]["efficiency"] == pytest.approx(alone["efficiency"])
+    assert table.matrix("efficiency").shape == (2, 2)
