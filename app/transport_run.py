@@ -57,7 +57,7 @@ from microtome.lenses.unembedding import unembedding_of
 
 Pair = tuple[str, str]
 STEPS = (1, 5, 10)
-LEAST_DOCUMENTS = {"fit": 2, "validation": 1, "test": 3}  # the fewest that an interval over documents can be drawn from
+LEAST_DOCUMENTS = {"fit": 2, "validation": 1, "test": 5}  # the fewest that an interval over documents can be drawn from
 MOST_ORIGINS = 20
 
 

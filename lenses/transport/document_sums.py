@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+LEAST_DOCUMENTS = 5  # of two, most draws are of one alone, and an interval had no width
 _COLUMNS = 1024
 
 
@@ -90,7 +91,7 @@ def ratio_interval(
     level: float = 0.95,
     signed: bool = False,
 ) -> tuple[Float64[Tensor, " column"], Float64[Tensor, " column"]]:
-    """Low and high end of r of every column; NaN with fewer than two documents, of which nothing can be said.
+    """Low and high end of r of every column; NaN with fewer than five documents, whose spread says next to nothing.
 
     Args:
         weights: `document_draws`.
@@ -99,7 +100,7 @@ def ratio_interval(
         signed: E may be negative, as a difference of two errors is: r is then no number to take the log of.
     """
     n_columns = errors.shape[1]
-    if weights.shape[1] < 2:
+    if weights.shape[1] < LEAST_DOCUMENTS:
         empty = torch.full((n_columns,), torch.nan, dtype=torch.float64)
         return empty, empty.clone()
     ends = []

@@ -65,13 +65,15 @@ class FeatureTransport:
         here, undecided, within_null; the null's upper quantile."""
         rows = []
         for number, part in self.table.groupby("operator", sort=False):
+            quantile = self.null_quantiles[int(number)]
+            has_null = not np.isnan(quantile)
             said, way = part["verdict"].value_counts(), part["way"].value_counts()
             rows.append(
                 {name: part[name].iloc[0] for name in _KEY}
                 | {"directions": len(part), "median_r2": part["r2"].median()}
                 | {word.replace(" ", "_"): int(said.get(word, 0)) for word in (CARRIED, MADE_HERE, UNDECIDED)}
                 | {word.replace(" ", "_"): int(way.get(word, 0)) for word in (AS_IT_IS, RESCALED, ROTATED)}
-                | {"within_null": int(part["within_null"].sum()), "null_quantile": self.null_quantiles[int(number)]}
+                | {"within_null": int(part["within_null"].sum()) if has_null else np.nan, "null_quantile": quantile}
             )
         return pd.DataFrame(rows)
 

@@ -187,8 +187,20 @@ def test_intervals_over_documents_cover_where_tokens_are_alike(documents, heavy)
 
 
 def test_an_error_that_is_no_number_has_no_interval():
-    weights = document_draws(4, 20, 0)
-    ones = torch.ones(4, 2, dtype=torch.float64)
-    errors = torch.tensor([[torch.nan, 0.0]] * 4, dtype=torch.float64)
+    weights = document_draws(6, 20, 0)
+    ones = torch.ones(6, 2, dtype=torch.float64)
+    errors = torch.tensor([[torch.nan, 0.0]] * 6, dtype=torch.float64)
     low, high = r2_interval(weights, errors, ones[:, :1], ones, ones, True)
     assert low.isnan().tolist() == high.isnan().tolist() == [True, False]
+
+
+def test_of_a_few_documents_nothing_is_sure():
+    """Two documents gave intervals without width, and with them verdicts."""
+    generator = torch.Generator().manual_seed(0)
+    errors, squares = torch.rand(2, 4, 3, generator=generator, dtype=torch.float64)
+    for count in (2, 4):
+        weights = document_draws(count, 200, 0)
+        ones = torch.ones(count, 1, dtype=torch.float64)
+        low, high = r2_interval(weights, errors[:count] / 9, ones, squares[:count], squares[:count], True)
+        assert bool(low.isnan().all())
+        assert bool(high.isnan().all())
