@@ -10,7 +10,7 @@ number that is told is of the test documents.
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,11 +143,12 @@ def _made(
             Splice(operator, null, moments.pair(*pair).mean_y)
             for pair, operator, null in zip(pairs, operators, nulls, strict=True)
         ]
+        spliced = spread_over(held.documents, config.splices)
         effects = splice_effects(
             model,
-            held.texts[: config.splices],
+            [held.texts[i] for i in spliced],
             splices,
-            documents=held.documents[: config.splices],
+            documents=[held.documents[i] for i in spliced],
             medians=moments.medians,
             seed=config.seed,
             save=kept / "splices",
@@ -321,6 +322,12 @@ def _add_features(
     ]
     if origins:
         tables["origins"] = pd.concat(origins, ignore_index=True)
+
+
+def spread_over(documents: Sequence[Any], count: int) -> list[int]:
+    """Numbers of so many windows, one of each document before a second of any."""
+    turn = pd.Series(range(len(documents))).groupby(pd.Series(list(documents))).cumcount()
+    return sorted(turn.sort_values(kind="stable").index[:count].tolist())
 
 
 def _require_shards(documents: list[Any], config: TransportConfig) -> None:

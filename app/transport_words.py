@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from microtome.figures.carried_features import carried_features
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _MAPS = {"r2_vw": "R2 from depth to depth", "efficiency": "Efficiency", "above_edge": "Directions carried"}
 SHOWN_FEATURES = 200
+SHOWN_DISTANCES = 8
 SHOWN_NAMED = 20  # rows of directions in a terminal
 
 
@@ -135,9 +137,11 @@ def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None
         console.print(title, markup=False)
         console.print(table)
 
-    near = tables["by_distance"][["distance", "pairs", "r2_vw", "r2_ua", "r2_wh", "efficiency", "above_edge"]]
+    near = tables["by_distance"].astype({"distance": int})
+    near = near.iloc[np.unique(np.linspace(0, len(near) - 1, SHOWN_DISTANCES).round().astype(int))]
+    near = near[["distance", "pairs", "r2_vw", "r2_ua", "r2_wh", "efficiency", "above_edge"]]
     shown(
-        "By distance (means over pairs): R2 by variance, by channel, whitened; efficiency; directions carried",
+        "Means over pairs of a distance: R2 by variance, by channel, whitened; efficiency; directions carried",
         near.rename(columns={"above_edge": "directions"}),
     )
     sizes = tables["subspaces"].set_index(["source", "target", "measure"])

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from microtome.app import transport_run
 from microtome.app.cli import app as command
 from microtome.app.transport_config import TransportConfig
-from microtome.app.transport_run import run_transport
+from microtome.app.transport_run import run_transport, spread_over
 from microtome.data.runs import Run
 from microtome.lenses.transport.operator import TransportOperator
 
@@ -44,7 +44,7 @@ def test_everything_is_measured_printed_and_kept(model, here) -> None:
     flags = [*SMALL, "--pair", "resid_post.0:resid_post.2", "--word", "film", "--directions", "mine.safetensors"]
     done = run(model, *flags, "--rank", "8")
     assert done.exit_code == 0, done.output
-    for said in ("By distance", "directions carried (null", "Each direction", "is there", "Splices resid_post.0"):
+    for said in ("Means over pairs", "directions carried (null", "Each direction", "is there", "Splices resid_post.0"):
         assert said in done.stdout
     path = here / "runs" / "transport--llama--toy"
     assert "Report: runs/transport--llama--toy/report.html" in done.stdout
@@ -102,6 +102,11 @@ def test_a_stopped_run_goes_on_with_what_it_had(model, here, monkeypatch) -> Non
     plain = run_transport(config.model_copy(update={"name": "y"}), progress=False)
     for name, table in plain.tables.items():
         assert table.equals(found.tables[name]), name
+
+
+def test_spliced_windows_are_of_many_documents() -> None:
+    assert spread_over(["a"] * 5 + ["b", "c", "c"], 4) == [0, 1, 5, 6]
+    assert spread_over(["a", "b"], 8) == [0, 1]
 
 
 def test_one_process_makes_a_run(model, here) -> None:
