@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from microtome.app.transport_config import TransportConfig
+from microtome.app.transport_run import run_transport
 from microtome.capture import load_model
 from microtome.data import Run, load_data
 from microtome.figures import attribution_bars, head_role_grid, screenshot, write_png
@@ -12,7 +14,8 @@ FACT = "The capital of France is"
 
 
 def main(run_path: str = "runs/demo", out: str = "docs/images") -> None:
-    """Write the demo's head map, layer curve and report, and a fact under the lens, its parts and the heads' roles."""
+    """Write the demo's head map, layer curve and report, a fact under the lens, its parts, the heads' roles, and
+    transport by distance and what splices cost (of the README's run, which is made if it is not there)."""
     run, folder = Run.open(run_path), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("head_map", "layer_curve"):
@@ -27,6 +30,10 @@ def main(run_path: str = "runs/demo", out: str = "docs/images") -> None:
     english = load_data("english", texts=48)
     roles = head_roles(model, english.texts, documents=english.table["group"], max_length=256)
     print(write_png(head_role_grid(roles.to_frame()), folder / "head_roles.png"))
+
+    transport = Run.open(run_transport(TransportConfig(words=(" not", " Paris"))).path)
+    for name, figure in (("transport_distance", "distance_sinks"), ("transport_splices", "splices_2")):
+        print(write_png(transport.figure(figure), folder / f"{name}.png"))
 
 
 if __name__ == "__main__":
