@@ -156,12 +156,15 @@ def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None
             kept[columns].rename(columns={"published_efficiency": "as published"}),
         )
     if "feature_summary" in tables:
-        columns = ["source", "target", "directions", "median_r2", "carried", "made_here", "undecided"]
-        shown("Directions", tables["feature_summary"][columns].rename(columns={"median_r2": "median R2"}))
+        columns = ["target", "directions", "median_r2", "carried", "made_here", "undecided"]
+        table = tables["feature_summary"]
+        said = table[columns].rename(columns={"directions": "of", "median_r2": "R2", "made_here": "made here"})
+        said.insert(0, "from", table["source"])
+        shown("Directions: median R2, and how many are carried", said.rename(columns={"target": "to"}))
         named = tables["features"]
         if len(named) <= SHOWN_NAMED:
             rows = named[["source", "target", "name", "verdict"]].copy()
-            rows.insert(3, "R2", _interval(named, "r2"))
+            rows.insert(3, "R2", _interval(named, "r2", 3))
             shown("Each direction", rows)
     if "origins" in tables:
         by_name = tables["origins"].groupby(["target", "name"], sort=False)
@@ -169,14 +172,18 @@ def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None
         shown("From which of these depths on more than half of a direction is there", rows)
     if "splices" in tables:
         for pair, rows in tables["splices"].groupby(["source", "target"], sort=False):
-            table = rows[["positions", "condition"]].copy()
-            table["KL, nats"], table["perplexity"] = _interval(rows, "kl"), _interval(rows, "perplexity")
-            shown(f"Splices {pair[0]} → {pair[1]}: KL to the clean model, perplexity of the continuation", table)
+            table = pd.DataFrame({"at": rows["positions"], "written": rows["condition"]})
+            table["KL, nats"], table["perplexity"] = _interval(rows, "kl", 4), _interval(rows, "perplexity", 1)
+            shown(f"{pair[0]} → {pair[1]}: KL to the clean model, and perplexity behind the splice", table)
 
 
-def _interval(table: pd.DataFrame, name: str) -> list[str]:
+def _interval(table: pd.DataFrame, name: str, digits: int) -> list[str]:
     ends = table[[name, f"{name}_low", f"{name}_high"]].itertuples(index=False)
-    return [f"{value:.3g} [{low:.3g}, {high:.3g}]" for value, low, high in ends]
+    return [f"{_short(value, digits)} [{_short(low, digits)}, {_short(high, digits)}]" for value, low, high in ends]
+
+
+def _short(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.1e}"
 
 
 def _appears(target: str, name: str, rows: pd.DataFrame) -> dict[str, object]:

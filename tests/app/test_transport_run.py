@@ -44,7 +44,13 @@ def test_everything_is_measured_printed_and_kept(model, here) -> None:
     flags = [*SMALL, "--pair", "resid_post.0:resid_post.2", "--word", "film", "--directions", "mine.safetensors"]
     done = run(model, *flags, "--rank", "8")
     assert done.exit_code == 0, done.output
-    for said in ("Means over pairs", "directions carried (null", "Each direction", "is there", "Splices resid_post.0"):
+    for said in (
+        "Means over pairs",
+        "directions carried (null",
+        "Each direction",
+        "is there",
+        "perplexity behind the splice",
+    ):
         assert said in done.stdout
     path = here / "runs" / "transport--llama--toy"
     assert "Report: runs/transport--llama--toy/report.html" in done.stdout
