@@ -15,7 +15,7 @@ FACT = "The capital of France is"
 
 def main(run_path: str = "runs/demo", out: str = "docs/images") -> None:
     """Write the demo's head map, layer curve and report, a fact under the lens, its parts, the heads' roles, and
-    transport by distance and what splices cost (of the README's run, which is made if it is not there)."""
+    transport between depths and what splices cost (of the README's run, which is made if it is not there)."""
     run, folder = Run.open(run_path), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("head_map", "layer_curve"):
@@ -32,7 +32,7 @@ def main(run_path: str = "runs/demo", out: str = "docs/images") -> None:
     print(write_png(head_role_grid(roles.to_frame()), folder / "head_roles.png"))
 
     transport = Run.open(run_transport(TransportConfig(words=(" not", " Paris"))).path)
-    for name, figure in (("transport_distance", "distance_sinks"), ("transport_splices", "splices_2")):
+    for name, figure in (("transport_map", "map_r2_vw"), ("transport_splices", "splices_2")):
         print(write_png(transport.figure(figure), folder / f"{name}.png"))
 
 
