@@ -8,22 +8,19 @@ the first). Each is replaced whole or not at all; the JSON comes last, and a pai
 refused.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors.torch import load_file
 from torch import Tensor
 
-from microtome.capture.fingerprint import file_fingerprint
-from microtome.capture.safetensors_file import write_safetensors
-from microtome.data.replaced_file import replaced_file
+from microtome.lenses.described_tensors import read_described, write_described
 from microtome.lenses.short_repr import short_repr
 
 _FORMAT = 1
+_SAID = ("kind", "source", "target", "strength", "rank", "facts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,18 +114,8 @@ class LinearMap:
         Raises:
             TypeError: a fact that JSON cannot hold.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        facts = {"format": _FORMAT, **self.description}
-        json.dumps(facts)
-        tensors = {"weight": self.weight.detach().cpu(), "intercept": self.intercept.detach().cpu()}
-        written = write_safetensors(
-            _file(path, "safetensors"),
-            {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
-            tensors.values(),
-        )
-        with replaced_file(_file(path, "json")) as scratch:
-            scratch.write_text(json.dumps(facts | {"digest": written.digest}, indent=1), encoding="utf-8")
+        tensors = {"weight": self.weight, "intercept": self.intercept}
+        write_described(*_files(path), tensors, self.description, number=_FORMAT)
 
     @classmethod
     def load(cls, path: str | Path) -> "LinearMap":
@@ -138,19 +125,8 @@ class LinearMap:
             FileNotFoundError: one of the two files is missing.
             ValueError: the files do not belong together, or are of another format.
         """
-        path = Path(path)
-        try:
-            facts = json.loads(_file(path, "json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}.json is damaged: {error}. Write it again.") from error
-        found = facts.get("format") if isinstance(facts, dict) else None
-        if found != _FORMAT:
-            raise ValueError(f"{path}.json has format {found!r}; this version reads {_FORMAT}.")
-        if file_fingerprint(_file(path, "safetensors")) != facts["digest"]:
-            raise ValueError(f"{path}.safetensors is damaged, or of another save than {path}.json. Write it again.")
-        tensors = load_file(_file(path, "safetensors"))
-        names = ("kind", "source", "target", "strength", "rank", "facts")
-        return cls(tensors["weight"], tensors["intercept"], **{name: facts[name] for name in names})
+        tensors, said = read_described(*_files(path), number=_FORMAT, needs=_SAID)
+        return cls(tensors["weight"], tensors["intercept"], **{name: said[name] for name in _SAID})
 
 
 def identity_map(width: int, source: str = "", target: str = "") -> LinearMap:
@@ -159,5 +135,6 @@ def identity_map(width: int, source: str = "", target: str = "") -> LinearMap:
     return LinearMap(eye, torch.zeros(width, dtype=torch.float64), "identity", source, target)
 
 
-def _file(path: Path, suffix: str) -> Path:
-    return path.with_name(f"{path.name}.{suffix}")
+def _files(path: str | Path) -> tuple[Path, Path]:
+    path = Path(path)
+    return path.with_name(f"{path.name}.safetensors"), path.with_name(f"{path.name}.json")

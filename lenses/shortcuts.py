@@ -11,7 +11,6 @@ The same for what attention or the MLP writes: between layers (`deeper_pairs(sit
 the part (`part_pairs`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from safetensors.torch import load_file
 from tqdm import tqdm
 
-from microtome.capture.fingerprint import file_fingerprint
-from microtome.capture.safetensors_file import write_safetensors
 from microtome.capture.sites import Site
-from microtome.data.replaced_file import replaced_file
 from microtome.lenses.depths import deeper_pairs, depth_of
+from microtome.lenses.described_tensors import read_described, write_described
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.map_scores import Reference, map_scores, reference
 from microtome.lenses.pair_splits import SHARDS, MomentSource, pair_splits, pairs_held
@@ -36,6 +32,7 @@ from microtome.lenses.short_repr import short_repr
 
 METHODS = ("ridge", "published")
 _FORMAT = 1
+TENSORS, FACTS = "shortcuts.safetensors", "shortcuts.json"
 _KINDS = ("r2_vw", "r2_ua", "r2_wh", "r2_increment")
 
 
@@ -89,23 +86,16 @@ class Shortcuts:
 
     def save(self, folder: str | Path) -> None:
         """Write `shortcuts.safetensors` and then `shortcuts.json`; the folder is made."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {}
+        folder, tensors = Path(folder), {}
         for number, found in enumerate(self.maps.values()):
-            tensors |= {f"{number}.weight": found.weight.cpu(), f"{number}.intercept": found.intercept.cpu()}
-        layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        written = write_safetensors(folder / "shortcuts.safetensors", layout, tensors.values())
-        facts = {
-            "format": _FORMAT,
+            tensors |= {f"{number}.weight": found.weight, f"{number}.intercept": found.intercept}
+        said = {
             "method": self.method,
             "stratum": self.stratum,
-            "digest": written.digest,
             "maps": [found.description for found in self.maps.values()],
             "table": self.table.to_dict("list"),
         }
-        with replaced_file(folder / "shortcuts.json") as scratch:
-            scratch.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        write_described(folder / TENSORS, folder / FACTS, tensors, said, number=_FORMAT)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Shortcuts":
@@ -116,13 +106,7 @@ class Shortcuts:
             ValueError: the files do not belong together, or are of another format.
         """
         folder = Path(folder)
-        facts = json.loads((folder / "shortcuts.json").read_text(encoding="utf-8"))
-        if facts.get("format") != _FORMAT:
-            raise ValueError(f"{folder} has format {facts.get('format')!r}; this version reads {_FORMAT}.")
-        file = folder / "shortcuts.safetensors"
-        if file_fingerprint(file) != facts["digest"]:
-            raise ValueError(f"{file} is damaged, or of another save than its JSON. Fit and save again.")
-        tensors = load_file(file)
+        tensors, facts = read_described(folder / TENSORS, folder / FACTS, number=_FORMAT, again="Fit and save again.")
         maps = [
             LinearMap(tensors[f"{number}.weight"], tensors[f"{number}.intercept"], **description)
             for number, description in enumerate(facts["maps"])

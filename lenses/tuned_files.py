@@ -16,13 +16,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from microtome.capture.fingerprint import file_fingerprint
-from microtome.capture.safetensors_file import write_safetensors
-from microtome.data.replaced_file import replaced_file
+from microtome.lenses.described_tensors import read_described, write_described
 
 TENSORS, FACTS = "translators.safetensors", "tuned_lens.json"
 _FORMAT = 1
@@ -37,14 +33,9 @@ def write_folder(
     facts: dict[str, Any],
 ) -> Path:
     """Write both files; the folder is made. TypeError for a fact that JSON cannot hold, before any is written."""
-    held = {"format": _FORMAT, "sites": list(sites), "history": history, "facts": facts}
-    json.dumps(held, allow_nan=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {"weight": weight.detach().cpu().contiguous(), "bias": bias.detach().cpu().contiguous()}
-    layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    written = write_safetensors(folder / TENSORS, layout, tensors.values())
-    with replaced_file(folder / FACTS) as scratch:
-        scratch.write_text(json.dumps(held | {"digest": written.digest}, indent=1), encoding="utf-8")
+    said = {"sites": list(sites), "history": history, "facts": facts}
+    tensors = {"weight": weight, "bias": bias}
+    write_described(folder / TENSORS, folder / FACTS, tensors, said, number=_FORMAT, allow_nan=False)
     return folder
 
 
@@ -53,19 +44,8 @@ def read_folder(folder: Path) -> tuple[tuple[str, ...], Tensor, Tensor, dict, di
     for name in (TENSORS, FACTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"there is no {folder / name}. Give a folder that TunedLens.save wrote.")
-    try:
-        held = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / FACTS} is damaged ({error}). Train the lens again.") from error
-    if held.get("format") != _FORMAT:
-        raise ValueError(f"{folder / FACTS} has format {held.get('format')!r}; this version reads {_FORMAT}.")
-    if file_fingerprint(folder / TENSORS) != held["digest"]:
-        raise ValueError(f"{folder / TENSORS} is damaged, or of another lens than {FACTS}. Train the lens again.")
-    try:
-        tensors = load_file(folder / TENSORS)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / TENSORS} is damaged ({error}). Train the lens again.") from error
-    return tuple(held["sites"]), tensors["weight"], tensors["bias"], held["history"], held["facts"]
+    tensors, said = read_described(folder / TENSORS, folder / FACTS, number=_FORMAT, again="Train the lens again.")
+    return tuple(said["sites"]), tensors["weight"], tensors["bias"], said["history"], said["facts"]
 
 
 def read_published_folder(folder: Path) -> tuple[tuple[str, ...], Tensor, Tensor, dict]:

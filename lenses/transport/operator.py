@@ -7,21 +7,17 @@ operations, not d^2. It knows the model it was fitted on (hash of the weights), 
 other. Files of `save(folder / name)`: `name.safetensors` and then `name.json`, each replaced whole or not at all.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Shaped
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.models import LoadedModel
-from microtome.capture.safetensors_file import write_safetensors
 from microtome.capture.sites import Site
-from microtome.data.replaced_file import replaced_file
+from microtome.lenses.described_tensors import read_described, write_described
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.made_for import require_same_weights
 from microtome.lenses.short_repr import short_repr
@@ -29,6 +25,7 @@ from microtome.lenses.transport.routes import Route
 
 _FORMAT = 1
 _TEXTS = ("kind", "source", "target", "strength", "rank", "stratum")
+_OF_ANY_MAP = ("kind", "source", "target", "strength", "rank", "facts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,17 +119,10 @@ class TransportOperator:
         Raises:
             TypeError: a fact that JSON cannot hold.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         said = {name: getattr(self, name) for name in _TEXTS} | {"route": str(self.route), "facts": dict(self.facts)}
-        json.dumps(said)
         parts = {"left": self.left, "right": self.right, "intercept": self.intercept}
-        tensors = {name: part.detach().cpu() for name, part in parts.items() if part is not None}
-        layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        written = write_safetensors(_file(path, "safetensors"), layout, tensors.values())
-        with replaced_file(_file(path, "json")) as scratch:
-            whole = {"format": _FORMAT, **said, "digest": written.digest}
-            scratch.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        tensors = {name: part for name, part in parts.items() if part is not None}
+        write_described(*_files(path), tensors, said, number=_FORMAT)
 
     @classmethod
     def load(cls, path: str | Path) -> "TransportOperator":
@@ -142,19 +132,10 @@ class TransportOperator:
             FileNotFoundError: one of the two files is missing.
             ValueError: the files do not belong together, or are of another format.
         """
-        path = Path(path)
-        try:
-            said = json.loads(_file(path, "json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}.json is damaged: {error}. Write it again.") from error
-        found = said.get("format") if isinstance(said, dict) else None
-        if found != _FORMAT or "route" not in said:
-            raise ValueError(f"{path}.json is no transport operator of format {_FORMAT} (format {found!r}).")
-        if missing := [name for name in (*_TEXTS, "facts", "digest") if name not in said]:
-            raise ValueError(f"{path}.json is damaged: it lacks {', '.join(missing)}. Write it again.")
-        if file_fingerprint(_file(path, "safetensors")) != said["digest"]:
-            raise ValueError(f"{path}.safetensors is damaged, or of another save than {path}.json. Write it again.")
-        tensors = load_file(_file(path, "safetensors"))
+        file, description = _files(path)
+        tensors, said = read_described(file, description, number=_FORMAT, needs=_OF_ANY_MAP)
+        if not {"route", "stratum"} <= said.keys():
+            raise ValueError(f"{description} is no transport operator: it says no route, or no stratum.")
         return cls(
             tensors["left"],
             tensors.get("right"),
@@ -188,5 +169,6 @@ def operator_of(found: LinearMap, *, route: Route | str = "same", stratum: str =
     )
 
 
-def _file(path: Path, suffix: str) -> Path:
-    return path.with_name(f"{path.name}.{suffix}")
+def _files(path: str | Path) -> tuple[Path, Path]:
+    path = Path(path)
+    return path.with_name(f"{path.name}.safetensors"), path.with_name(f"{path.name}.json")
