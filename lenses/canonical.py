@@ -24,6 +24,7 @@ from torch import Tensor
 
 from microtome.lenses.map_scores import WHITENING_FLOOR
 from microtome.lenses.pair_moments import PairMoments, is_measured
+from microtome.lenses.participation import directions_reaching, participation_ratio
 from microtome.lenses.short_repr import short_repr
 
 
@@ -76,8 +77,7 @@ class CanonicalCorrelations:
     def participation(self) -> float:
         """(sum r)^2 / sum r^2 in sample, as the code of arXiv 2508.17540 measures a subspace. A published baseline:
         independent sites of d channels give 0.72 d."""
-        squares = float(self.in_sample.square().sum())
-        return float(self.in_sample.sum()) ** 2 / squares if squares > 0 else 0.0
+        return participation_ratio(self.in_sample)
 
     def rank_reaching(self, share: float) -> int:
         """Fewest directions that hold this share of the held-out sum of r^2; 0 where there is none.
@@ -87,10 +87,7 @@ class CanonicalCorrelations:
         """
         if not 0 < share <= 1:
             raise ValueError(f"share is {share}; give a number above 0 and at most 1, such as 0.95.")
-        sums = self.held_out.clamp_min(0).square().sort(descending=True).values.cumsum(0)
-        if not len(sums) or not float(sums[-1]) > 0:
-            return 0
-        return int((sums < share * sums[-1] * (1 - 1e-12)).sum()) + 1
+        return directions_reaching(self.held_out, share)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per direction, strongest first."""
@@ -149,7 +146,14 @@ def held_out_correlations(
 ) -> Float64[Tensor, " direction"]:
     """Correlation of x a and y b on a shard, for each pair of columns; 0 where one of them does not vary there."""
     cross = ((test.xy.T @ of_x) * of_y).sum(0)
-    squares = ((test.xx @ of_x) * of_x).sum(0) * ((test.yy @ of_y) * of_y).sum(0)
+    return correlations_of(cross, ((test.xx @ of_x) * of_x).sum(0), ((test.yy @ of_y) * of_y).sum(0))
+
+
+def correlations_of(
+    cross: Float64[Tensor, " direction"], of_x: Float64[Tensor, " direction"], of_y: Float64[Tensor, " direction"]
+) -> Float64[Tensor, " direction"]:
+    """Cross-products over the root of both sums of squares; 0 where one of these is 0."""
+    squares = of_x * of_y
     return torch.where(squares > 0, cross / squares.clamp_min(1e-300).sqrt(), 0.0).clamp(-1, 1)
 
 

@@ -17,6 +17,7 @@ from microtome.lenses.canonical import CanonicalCorrelations, canonical_correlat
 from microtome.lenses.linear_map import LinearMap, identity_map
 from microtome.lenses.map_scores import MapScores, map_scores, reference
 from microtome.lenses.pair_splits import PairSplits
+from microtome.lenses.participation import effective_rank
 from microtome.lenses.reduced_rank import METRICS, reduced_rank
 from microtome.lenses.ridge_map import RidgeFit, least_squares_map, ridge_map
 from microtome.lenses.short_repr import short_repr
@@ -107,7 +108,7 @@ def pair_report(
         pd.DataFrame(along if directions is not None else {}),
         canonical,
         ridge.path,
-        _effective_rank(ridge.map, splits),
+        effective_rank(ridge.map.weight.T @ splits.fit.xx @ ridge.map.weight),
         ridge.map,
         _notes(splits, ridge, canonical),
     )
@@ -138,13 +139,6 @@ def _row(data: str, name: str, found: LinearMap, scores: MapScores, splits: Pair
         "test_count": scores.count,
         "tokens_per_channel": splits.fit.count / splits.fit.d_in,
     }
-
-
-def _effective_rank(found: LinearMap, splits: PairSplits) -> float:
-    """Participation ratio of the eigenvalues of W^T S_xx W: tr(M)^2 / tr(M^2)."""
-    fitted = found.weight.T @ splits.fit.xx @ found.weight
-    squares = float(fitted.square().sum())
-    return float(fitted.trace()) ** 2 / squares if squares > 0 else 0.0
 
 
 def _notes(splits: PairSplits, ridge: RidgeFit, canonical: CanonicalCorrelations) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from microtome.lenses.canonical import canonical_correlations
 from microtome.lenses.fitted_pairs import FittedPair, Pair, fitted_pairs
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.map_scores import Reference, scores_of_traces
+from microtome.lenses.pair_matrix import pair_matrix
 from microtome.lenses.pair_splits import SHARDS, MomentSource, PairSplits, pairs_held
 from microtome.lenses.short_repr import short_repr
 from microtome.lenses.simple_maps import channel_factors
@@ -60,10 +61,7 @@ class RidgePairs:
         Raises:
             KeyError: there is no such column.
         """
-        if value not in self.table.columns:
-            raise KeyError(f"the table has no column {value!r}; it has {list(self.table.columns)}.")
-        wide = self.table.pivot_table(index="source", columns="target", values=value, sort=False)
-        return wide.reindex(columns=list(dict.fromkeys(self.table["target"])))
+        return pair_matrix(self.table, value)
 
     def on_edge(self) -> pd.DataFrame:
         """Pairs whose strength is the weakest or strongest of the grid: give more strengths for these."""

@@ -35,6 +35,7 @@ from tqdm import tqdm
 from microtome.lenses.canonical import canonical_correlations
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.map_scores import map_scores
+from microtome.lenses.pair_matrix import pair_matrix
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.pair_splits import SHARDS, MomentSource, PairSplits, pair_splits
 from microtome.lenses.ridge_pairs import Pair, RidgePairs, ridge_pairs
@@ -78,10 +79,7 @@ class Alignment:
         Raises:
             KeyError: there is no such column.
         """
-        if value not in self.table.columns:
-            raise KeyError(f"the table has no column {value!r}; it has {list(self.table.columns)}.")
-        wide = self.table.pivot(index="source", columns="target", values=value)
-        return wide.reindex(index=list(self.sources), columns=list(self.targets))
+        return pair_matrix(self.table, value, self.sources, self.targets)
 
     def reversed(self) -> "Alignment":
         """Source and target exchanged: the same numbers under each other's names."""

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from microtome.lenses.canonical import correlations_of
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.reduced_rank import ReducedRank, TargetMetric
 from microtome.lenses.short_repr import short_repr
@@ -63,6 +64,5 @@ def carried_directions(
     total += shard.count * float(((shard.mean_y - fit.mean_y) @ target.onto).square().sum())
     scale = 1 / total if total > 0 else torch.nan
     reachable = torch.where(own > 0, both.clamp_min(0).square() / own.clamp_min(1e-300), 0.0)
-    squares = squares_x * squares_y
-    correlations = torch.where(squares > 0, cross / squares.clamp_min(1e-300).sqrt(), 0.0).clamp(-1, 1)
+    correlations = correlations_of(cross, squares_x, squares_y)
     return CarriedDirections((2 * both - own) * scale, reachable * scale, correlations)

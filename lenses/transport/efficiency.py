@@ -110,15 +110,15 @@ def transport_efficiency(
                 "rank": rank,
                 "score": float(score[at]),
                 "ceiling": float(ceiling[at]),
-                "efficiency": _over(float(score[at]), float(ceiling[at])),
+                "efficiency": efficiency_of(float(score[at]), float(ceiling[at])),
                 "bound": float(bound[min(at, len(bound) - 1)]),
                 "in_sample_score": float(in_sample[at]),
                 "in_sample_ceiling": float(in_sample_ceiling[at]),
                 "truncated_score": cut_score,
-                "truncated_efficiency": _over(cut_score, float(ceiling[at])),
+                "truncated_efficiency": efficiency_of(cut_score, float(ceiling[at])),
                 "published_score": published_score,
                 "published_ceiling": float(published.ceiling[min(at, len(published.ceiling) - 1)]),
-                "published_efficiency": _over(
+                "published_efficiency": efficiency_of(
                     published_score, float(published.ceiling[min(at, len(published.ceiling) - 1)])
                 ),
             }
@@ -129,7 +129,7 @@ def transport_efficiency(
     whole = []
     for name, found in {**same, **(maps or {}), "ridge": ridge.map}.items():
         value = _score(found, test, target.onto, own)
-        whole.append({"map": name, "score": value, "efficiency": _over(value, ceiling[-1])})
+        whole.append({"map": name, "score": value, "efficiency": efficiency_of(value, ceiling[-1])})
     return TransportEfficiency(
         pd.DataFrame(rows), pd.DataFrame(whole), metric, ridge.path.strength, fit.count, test.count
     )
@@ -177,7 +177,8 @@ def _score(found: LinearMap, test: PairMoments, onto: Tensor, total: float) -> f
     return 1 - float(((error_moments(found, test) @ onto) * onto).sum()) / total if total > 0 else torch.nan
 
 
-def _over(score: float | Tensor, ceiling: float | Tensor) -> float:
+def efficiency_of(score: float | Tensor, ceiling: float | Tensor) -> float:
+    """score / ceiling; NaN where there is nothing to be carried."""
     return float(score) / float(ceiling) if float(ceiling) > 0 else torch.nan
 
 

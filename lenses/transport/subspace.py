@@ -27,6 +27,7 @@ from torch import Tensor
 from microtome.lenses.canonical import CanonicalCorrelations, canonical_correlations, noise_edge
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.pair_splits import PairSplits
+from microtome.lenses.participation import directions_reaching, effective_rank, participation_ratio
 from microtome.lenses.reduced_rank import target_metric
 from microtome.lenses.ridge_map import least_squares_map
 from microtome.lenses.short_repr import short_repr
@@ -123,27 +124,19 @@ def _upper(drawn: Sequence[float], level: float) -> float:
 
 
 def _sizes(in_sample: Tensor, held: Tensor, effective: float, edge: float, null_edge: float) -> dict[str, float]:
-    squares = held.clamp_min(0).square().sort(descending=True).values.cumsum(0)
-    total = float(squares[-1])
-    ranks = {
-        f"rank_{round(100 * share)}": float((squares < share * total * (1 - 1e-12)).sum() + 1) if total > 0 else 0.0
-        for share in SHARES
-    }
-    own = float(in_sample.square().sum())
+    ranks = {f"rank_{round(100 * share)}": float(directions_reaching(held, share)) for share in SHARES}
     return {
         "above_edge": float((held > edge).sum()),
         "above_null": float((held > null_edge).sum()),
         **ranks,
         "effective_rank": effective,
-        "participation": float(in_sample.sum()) ** 2 / own if own > 0 else 0.0,
+        "participation": participation_ratio(in_sample),
     }
 
 
 def _effective_rank(fit: PairMoments) -> float:
-    """Participation ratio of the eigenvalues of W^T S_xx W = W^T S_xy of least squares."""
-    fitted = least_squares_map(fit).weight.T @ fit.xy
-    squares = float(fitted.square().sum())
-    return float(fitted.trace()) ** 2 / squares if squares > 0 else 0.0
+    """Of W^T S_xx W = W^T S_xy of least squares."""
+    return effective_rank(least_squares_map(fit).weight.T @ fit.xy)
 
 
 def _rows_like(part: PairMoments, found: CanonicalCorrelations, nulls: Sequence[Tensor], name: str) -> int:
@@ -180,6 +173,4 @@ def _draw(
     left, values, _ = torch.linalg.svd(shared, full_matrices=False)
     held = torch.randn(len(values), generator=generator, dtype=torch.float64) / max(test_rows - 1, 1) ** 0.5
     spread = roots.T @ (left * values)  # fitted values: S^(1/2) K
-    fitted = spread.T @ spread
-    squares = float(fitted.square().sum())
-    return values.clamp(0, 1), held.clamp(-1, 1), float(fitted.trace()) ** 2 / squares if squares > 0 else 0.0
+    return values.clamp(0, 1), held.clamp(-1, 1), effective_rank(spread.T @ spread)

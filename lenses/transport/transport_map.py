@@ -23,13 +23,15 @@ from microtome.lenses.canonical import noise_edge
 from microtome.lenses.depths import deeper_pairs, depth_of
 from microtome.lenses.fitted_pairs import FittedPair, Pair, fitted_pairs
 from microtome.lenses.linear_map import LinearMap
+from microtome.lenses.pair_matrix import pair_matrix
 from microtome.lenses.pair_splits import SHARDS, MomentSource, pairs_held
+from microtome.lenses.participation import directions_reaching, effective_rank, participation_ratio
 from microtome.lenses.reduced_rank import TargetMetric, reduced_rank, target_metric
 from microtome.lenses.ridge_pairs import baseline_scores, pair_row
 from microtome.lenses.short_repr import short_repr
 from microtome.lenses.strength_path import checked_strengths
 from microtome.lenses.transport.carried_directions import carried_directions
-from microtome.lenses.transport.efficiency import require_rows
+from microtome.lenses.transport.efficiency import efficiency_of, require_rows
 
 RANKS = (1, 10, 64)
 _SHOWN = ("r2_vw", "r2_ua", "r2_wh", "ceiling", "efficiency", "identity_efficiency", "above_edge")
@@ -60,11 +62,7 @@ class TransportMap:
         Raises:
             KeyError: there is no such column.
         """
-        if value not in self.table.columns:
-            raise KeyError(f"the table has no column {value!r}; it has {list(self.table.columns)}.")
-        wide = self.table.pivot_table(index="source", columns="target", values=value, sort=False)
-        sources, targets = (list(dict.fromkeys(self.table[name])) for name in ("source", "target"))
-        return wide.reindex(index=pd.Index(sources, name="source"), columns=pd.Index(targets, name="target"))
+        return pair_matrix(self.table, value)
 
     def by_distance(
         self, values: Sequence[str] = ("r2_vw", "r2_ua", "r2_wh", "efficiency", "above_edge")
@@ -139,15 +137,19 @@ def _carried(fitted: FittedPair, target: TargetMetric, ranks: Sequence[int]) -> 
     score, ceiling = held.explained.cumsum(0), held.reachable.cumsum(0)
     # a site that does not vary has no directions: nothing to be carried
     whole, reached = (one[-1] if len(one) else one.new_tensor(torch.nan) for one in (score, ceiling))
-    found: dict[str, Any] = {"score": float(whole), "ceiling": float(reached), "efficiency": _over(whole, reached)}
+    found: dict[str, Any] = {
+        "score": float(whole),
+        "ceiling": float(reached),
+        "efficiency": efficiency_of(whole, reached),
+    }
     for rank in ranks:
         inside = rank <= reduced.full_rank
         found[f"score_{rank}"] = float(score[rank - 1]) if inside else float("nan")
         found[f"ceiling_{rank}"] = float(ceiling[rank - 1]) if inside else float("nan")
-        found[f"efficiency_{rank}"] = _over(score[rank - 1], ceiling[rank - 1]) if inside else float("nan")
+        found[f"efficiency_{rank}"] = efficiency_of(score[rank - 1], ceiling[rank - 1]) if inside else float("nan")
     if fit.d_in == fit.d_out:
         found["identity_score"] = _identity_score(fitted, target)
-        found["identity_efficiency"] = _over(found["identity_score"], reached)
+        found["identity_efficiency"] = efficiency_of(found["identity_score"], reached)
     return found | _sizes(reduced.gains, held.correlations, fitted, target)
 
 
@@ -164,25 +166,13 @@ def _identity_score(fitted: FittedPair, target: TargetMetric) -> float:
 def _sizes(gains: Tensor, held: Tensor, fitted: FittedPair, target: TargetMetric) -> dict[str, Any]:
     """Sizes of the subspace of the ridge map; see `subspace` for least squares, with null distributions."""
     edge = noise_edge(fitted.basis.kept_rank, target.onto.shape[1], fitted.splits.fit.count)
-    squares = held.clamp_min(0).square().sort(descending=True).values.cumsum(0)
-    total = float(squares[-1]) if len(squares) else 0.0
-    ranks = {
-        name: int((squares < share * total * (1 - 1e-12)).sum()) + 1 if total > 0 else 0
-        for name, share in _SHARES.items()
-    }
     damping = fitted.basis.damping_of(fitted.penalty)
     fitted_y = (damping.square() * fitted.basis.variances)[:, None] * fitted.loadings
     variances = fitted.loadings.T @ fitted_y  # W^T S_xx W
-    squared = float(variances.square().sum())
-    roots = gains.clamp_min(0).sqrt()
     return {
         "above_edge": int((held > edge).sum()),
         "noise_edge": edge,
-        **ranks,
-        "effective_rank": float(variances.trace()) ** 2 / squared if squared > 0 else 0.0,
-        "participation": float(roots.sum()) ** 2 / float(gains.sum()) if float(gains.sum()) > 0 else 0.0,
+        **{name: directions_reaching(held, share) for name, share in _SHARES.items()},
+        "effective_rank": effective_rank(variances),
+        "participation": participation_ratio(gains.clamp_min(0).sqrt()),
     }
-
-
-def _over(score: Tensor | float, ceiling: Tensor) -> float:
-    return float(score) / float(ceiling) if float(ceiling) > 0 else float("nan")
