@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from microtome.app.drawn_texts import drawn_texts
-from microtome.app.kept_fits import remove_unused, require_same_fits
+from microtome.app.kept_fits import made_once
 from microtome.app.lens_config import LensConfig
 from microtome.app.run_folder import RunFolder
 from microtome.capture.fingerprint import file_fingerprint
@@ -64,21 +64,14 @@ def run_lens(config: LensConfig, *, progress: bool = True, say: Any = print) -> 
     folder = RunFolder.at(config.out, config.name or _default_name(config), "lens")
     table, facts = _drawn(config)
     settings = _compared(config, facts)
-    if not folder.is_finished:
-        folder.require_free()
-    model = load_model(config.model)
-    if folder.is_finished:
-        found = _finished(folder, settings, model)
-        say(f"{folder.path.name} is finished already.")
-        return found
-    with folder.alone():
-        if folder.is_finished:  # by a process that was at it a moment ago
-            return _finished(folder, settings, model)
-        require_same_fits(folder.kept, settings | {"weights": model.provenance.weight_sha256})
-        try:
-            return _made(config, model, table, facts, folder, settings, progress)
-        finally:
-            remove_unused(folder.kept)
+    return made_once(
+        folder,
+        settings,
+        lambda: load_model(config.model),
+        lambda model: _made(config, model, table, facts, folder, settings, progress),
+        lambda model: _finished(folder, settings, model),
+        say,
+    )
 
 
 def _made(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from microtome.app.drawn_texts import drawn_texts
 from microtome.app.grid_cells import shortened
-from microtome.app.kept_fits import remove_unused, require_same_fits
+from microtome.app.kept_fits import made_once
 from microtome.app.run_folder import RunFolder
 from microtome.app.transport_config import TransportConfig
 from microtome.app.transport_words import transport_figures, transport_sections
@@ -86,21 +86,14 @@ def run_transport(config: TransportConfig, *, progress: bool = True, say: Any = 
         seed=config.seed,
     )
     settings = _compared(config, facts)
-    if not folder.is_finished:
-        folder.require_free()
-    model = load_model(config.model)
-    if folder.is_finished:
-        found = _finished(folder, settings, model)
-        say(f"{name} is finished already.")
-        return found
-    with folder.alone():
-        if folder.is_finished:  # by a process that was at it a moment ago
-            return _finished(folder, settings, model)
-        require_same_fits(folder.kept, settings | {"weights": model.provenance.weight_sha256})
-        try:
-            return _made(config, model, table, facts, folder, settings, progress)
-        finally:
-            remove_unused(folder.kept)
+    return made_once(
+        folder,
+        settings,
+        lambda: load_model(config.model),
+        lambda model: _made(config, model, table, facts, folder, settings, progress),
+        lambda model: _finished(folder, settings, model),
+        say,
+    )
 
 
 def _made(

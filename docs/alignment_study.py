@@ -8,7 +8,7 @@ drawn at random. words: SmolLM2 beside MiniLM, at the last token of every word. 
 
 import argparse
 
-import pandas as pd
+from lens_study import show
 from tiny_models import train_tiny
 
 from microtome.capture import LoadedModel, capture, load_model, untrained
@@ -24,12 +24,6 @@ SHOWN = [
     "cka_two", "canonical", "shuffled_canonical", "procrustes",
 ]  # fmt: skip
 SMOLLM2_SITES = ["resid_pre.0", *(f"resid_post.{layer}" for layer in (7, 14, 21, 29))]
-
-
-def show(title: str, table: pd.DataFrame) -> None:
-    """Print a table as it goes into the results."""
-    print(f"\n### {title}\n")
-    print(table.round(3).to_string(index=False), flush=True)
 
 
 def joint(models: dict[str, LoadedModel], characters: int, sites="resid") -> Moments:

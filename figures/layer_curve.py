@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pandas as pd
 import plotly.graph_objects as go
 
+from microtome.figures.band import band
 from microtome.figures.sweep_rows import described, rows_of_kind
 from microtome.figures.theme import BLUE, GREEN, GREY, LIGHT, MIDPOINT, NULL, ORANGE, PINK, label_of
 
@@ -93,19 +94,7 @@ def _best_of_layer(rows: pd.DataFrame, value: str) -> pd.DataFrame:
 def _add_band(figure: go.Figure, rows: pd.DataFrame, name: str, colour: str) -> None:
     if f"{name}_low" not in rows.columns or f"{name}_high" not in rows.columns:
         return
-    layers = [*rows["layer"], *rows["layer"][::-1]]
-    edge = [*rows[f"{name}_high"], *rows[f"{name}_low"][::-1]]
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    figure.add_scatter(
-        x=layers,
-        y=edge,
-        mode="lines",
-        line={"width": 0},
-        fill="toself",
-        fillcolor=f"rgba({red},{green},{blue},0.2)",
-        hoverinfo="skip",
-        showlegend=False,
-    )
+    figure.add_trace(band(rows["layer"], rows[f"{name}_low"], rows[f"{name}_high"], colour))
 
 
 def _add_level(figure: go.Figure, layers: list[int], level: float, name: str, colour: str, dash: str) -> None:

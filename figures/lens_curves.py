@@ -7,6 +7,7 @@ line, where the table has it, is the model itself.
 import pandas as pd
 import plotly.graph_objects as go
 
+from microtome.figures.band import band
 from microtome.figures.theme import BLUE, GREEN, GREY, LIGHT, ORANGE, PINK, plain
 
 _COLOURS = (BLUE, ORANGE, GREEN, PINK)
@@ -40,17 +41,7 @@ def lens_curves(table: pd.DataFrame, *, value: str = "kl", log: bool = False, ti
     for name, colour, dash in zip(names, _COLOURS, _DASHES, strict=False):
         rows = table[table["lens"] == name].sort_values("depth")
         if {f"{value}_low", f"{value}_high"} <= set(rows) and rows[f"{value}_low"].notna().any():
-            red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-            figure.add_scatter(
-                x=[*rows["depth"], *rows["depth"][::-1]],
-                y=[*rows[f"{value}_high"], *rows[f"{value}_low"][::-1]],
-                mode="lines",
-                line={"width": 0},
-                fill="toself",
-                fillcolor=f"rgba({red},{green},{blue},0.2)",
-                hoverinfo="skip",
-                showlegend=False,
-            )
+            figure.add_trace(band(rows["depth"], rows[f"{value}_low"], rows[f"{value}_high"], colour))
         figure.add_scatter(
             x=rows["depth"],
             y=rows[value],

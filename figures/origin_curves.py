@@ -7,6 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from microtome.figures.band import band
 from microtome.figures.theme import BLUE, GREEN, GREY, LIGHT, ORANGE, plain
 
 _NEEDED = ("name", "depth", "carried_to_target", "made_at", "carried_from_previous")
@@ -44,19 +45,9 @@ def origin_curves(table: pd.DataFrame, *, threshold: float = 0.5, title: str | N
         place = {"row": number // columns + 1, "col": number % columns + 1}
         if {"carried_to_target_control_low", "carried_to_target_control_high"} <= set(rows):
             high, low = rows["carried_to_target_control_high"], rows["carried_to_target_control_low"]
-            figure.add_scatter(
-                x=[*rows["depth"], *rows["depth"][::-1]],
-                y=[*high.clip(lower=-0.25), *low.clip(lower=-0.25)[::-1]],
-                mode="lines",
-                line={"width": 0},
-                fill="toself",
-                fillcolor="rgba(132,139,148,0.22)",
-                hoverinfo="skip",
-                name="random directions, 95 %",
-                legendgroup="band",
-                showlegend=number == 0,
-                **place,
-            )
+            ends = low.clip(lower=-0.25), high.clip(lower=-0.25)
+            shown = {"name": "random directions, 95 %", "legendgroup": "band", "showlegend": number == 0}
+            figure.add_trace(band(rows["depth"], *ends, GREY, opacity=0.22, **shown), **place)
         figure.add_bar(
             x=rows["depth"],
             y=rows["made_at"].clip(lower=-0.25),

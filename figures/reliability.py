@@ -6,6 +6,7 @@ The grey band is where 95 % of frequencies lie if every confidence is right; poi
 import pandas as pd
 import plotly.graph_objects as go
 
+from microtome.figures.band import band
 from microtome.figures.theme import BLUE, GREY, LIGHT, plain
 
 _COLUMNS = ("rows", "confidence", "frequency", "low", "high")
@@ -24,16 +25,8 @@ def reliability_curve(table: pd.DataFrame, *, title: str | None = None, note: st
         raise ValueError("the table has no rows. Pass one row per bin that holds rows.")
     table = table.sort_values("confidence")
     figure = go.Figure()
-    figure.add_scatter(
-        x=[*table["confidence"], *table["confidence"][::-1]],
-        y=[*table["high"], *table["low"][::-1]],
-        mode="lines",
-        line={"width": 0},
-        fill="toself",
-        fillcolor="rgba(132,139,148,0.25)",
-        hoverinfo="skip",
-        name="95 % if right",
-    )
+    expected = table["confidence"], table["low"], table["high"]
+    figure.add_trace(band(*expected, GREY, opacity=0.25, name="95 % if right"))
     ends = [min(table["confidence"].min(), table["frequency"].min()), 1.0]
     figure.add_scatter(
         x=ends, y=ends, mode="lines", line={"color": GREY, "dash": "dot", "width": 1.4}, hoverinfo="skip", name="right"

@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from microtome.figures.band import band
 from microtome.figures.theme import BLUE, GREEN, GREY, LIGHT, NULL, ORANGE, PINK, plain
 
 _SCORES = {
@@ -110,16 +111,7 @@ def distance_curves(
             mean = grouped.mean()
             if len(values) * len(kinds) == 1:
                 low, high = grouped.quantile(0.1), grouped.quantile(0.9)
-                figure.add_scatter(
-                    x=[*mean.index, *mean.index[::-1]],
-                    y=[*high, *low[::-1]],
-                    mode="lines",
-                    line={"width": 0},
-                    fill="toself",
-                    fillcolor="rgba(47,127,193,0.2)",
-                    hoverinfo="skip",
-                    showlegend=False,
-                )
+                figure.add_trace(band(mean.index, low, high, colour))
             figure.add_scatter(
                 x=mean.index,
                 y=mean,

@@ -18,12 +18,9 @@ TEXT = "the cat sat on the old house"
 SMALL = ["--steps", "4", "--tokens", "24"]
 
 
-@pytest.fixture(scope="module")
-def model(tiny, word_tokenizer, tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    tiny("llama").save_pretrained(folder)
-    word_tokenizer.save_pretrained(folder)
-    return str(folder)
+@pytest.fixture
+def model(model_folders) -> str:
+    return model_folders[0]
 
 
 @pytest.fixture(autouse=True)

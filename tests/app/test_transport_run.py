@@ -18,12 +18,9 @@ from microtome.lenses.transport.operator import TransportOperator
 SMALL = ["--data", "toy", "--texts", "400", "--every", "1", "--draws", "2", "--splices", "6"]
 
 
-@pytest.fixture(scope="module")
-def model(tiny, word_tokenizer, tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    tiny("llama").save_pretrained(folder)
-    word_tokenizer.save_pretrained(folder)
-    return str(folder)
+@pytest.fixture
+def model(model_folders) -> str:
+    return model_folders[0]
 
 
 @pytest.fixture(autouse=True)
