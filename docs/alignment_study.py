@@ -8,6 +8,7 @@ drawn at random. words: SmolLM2 beside MiniLM, at the last token of every word. 
 
 import argparse
 
+import pandas as pd
 from lens_study import show
 from tiny_models import train_tiny
 
