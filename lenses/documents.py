@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64
 
 
 def document_numbers(documents: Iterable[Any] | None, n_texts: int) -> Int64[np.ndarray, " text"]:
@@ -32,6 +32,12 @@ def document_numbers(documents: Iterable[Any] | None, n_texts: int) -> Int64[np.
         return np.array(listed, dtype=np.int64)
     kinds = sorted({type(document).__name__ for document in listed})
     raise TypeError(f"documents are {', '.join(kinds)}; give a name (str) or a whole number for every text.")
+
+
+def document_draws(documents: int, draws: int, seed: int) -> Float64[np.ndarray, "draw document"]:
+    """How often each document counts in each draw of a bootstrap over documents."""
+    shares = np.full(documents, 1 / documents)
+    return np.random.default_rng(seed).multinomial(documents, shares, size=draws).astype(float)
 
 
 def _number(name: str) -> int:

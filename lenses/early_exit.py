@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
 
+from microtome.lenses.documents import document_draws
 from microtome.lenses.lens_statistics import LensStatistics
 from microtome.lenses.short_repr import short_repr
 
@@ -206,9 +207,7 @@ def _row(
     saved = (test.blocks - test.depth[left]).astype(float)
     documents, of_row = np.unique(test.document, return_inverse=True)
     counts = np.bincount(of_row)
-    drawn = np.random.default_rng(seed).multinomial(
-        len(documents), np.full(len(documents), 1 / len(documents)), size=draws
-    )
+    drawn = document_draws(len(documents), draws, seed)
 
     def interval(values: np.ndarray) -> tuple[float, float]:
         if len(documents) < 2:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from microtome.lenses.documents import document_draws
+
 
 @dataclass(frozen=True, eq=False)
 class HeadSums:
@@ -38,7 +40,7 @@ class HeadSums:
         if count < 2:
             empty = np.full(shape, np.nan)
             return dict.fromkeys(self.names, (empty, empty))
-        taken = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=draws).astype(float)
+        taken = document_draws(count, draws, seed)
         tails = [50 * (1 - level), 50 * (1 + level)]
         found = {}
         for i, name in enumerate(self.names):

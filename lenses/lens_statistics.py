@@ -22,7 +22,7 @@ from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.models import LoadedModel
 from microtome.kernels.vocabulary_statistics import vocabulary_kl, vocabulary_statistics
 from microtome.lenses.corpus_pass import Chunk, corpus_pass
-from microtome.lenses.documents import document_numbers
+from microtome.lenses.documents import document_draws, document_numbers
 from microtome.lenses.lens import Lens, depths_of
 from microtome.lenses.unembedding import unembedding_of
 
@@ -146,9 +146,7 @@ class LensStatistics:
             raise ValueError(f"no token is left ({sinks} sinks, {len(rows)} tokens). Give longer texts.")
         kept = self.at(rows)
         documents, of_row = np.unique(kept.document, return_inverse=True)
-        weights = np.random.default_rng(seed).multinomial(
-            len(documents), np.full(len(documents), 1 / len(documents)), size=draws
-        )
+        weights = document_draws(len(documents), draws, seed)
         frame: dict[str, Any] = {
             "lens": self.lens,
             "site": list(self.sites),

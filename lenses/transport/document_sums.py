@@ -18,7 +18,6 @@ in 1,000 corpora each (30 tokens a document, shift by document, normal or with a
 
 from collections.abc import Hashable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
@@ -47,12 +46,6 @@ class DocumentSums:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._sums
-
-
-def document_draws(documents: int, draws: int, seed: int) -> Float64[Tensor, "draw document"]:
-    """How often each document counts in each draw."""
-    shares = np.full(documents, 1 / documents)
-    return torch.from_numpy(np.random.default_rng(seed).multinomial(documents, shares, size=draws).astype(float))
 
 
 def total_squares(
@@ -94,7 +87,7 @@ def ratio_interval(
     """Low and high end of r of every column; NaN with fewer than five documents, whose spread says next to nothing.
 
     Args:
-        weights: `document_draws`.
+        weights: of `document_draws`.
         errors: E by document.
         counts, sums, squares: rows, A1 and A2 (or S) by document.
         signed: E may be negative, as a difference of two errors is: r is then no number to take the log of.

@@ -18,8 +18,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from microtome.lenses.documents import document_draws
 from microtome.lenses.short_repr import short_repr
-from microtome.lenses.transport.document_sums import document_draws, r2_interval, total_squares
+from microtome.lenses.transport.document_sums import r2_interval, total_squares
 from microtome.lenses.transport.feature_sums import FeatureSums, Place
 from microtome.lenses.transport.feature_verdict import (
     AS_IT_IS,
@@ -136,7 +137,7 @@ def _scored(
     parts = [held[name, *place][some] for name in ("sum", "square")]
     total = total_squares(count.sum(0), *(part.sum(0) for part in parts), is_known)
     varies = total > _noise(sums, place)
-    weights = document_draws(len(count), draws, seed)
+    weights = torch.from_numpy(document_draws(len(count), draws, seed))
 
     def r2(key: tuple[Any, ...]) -> np.ndarray:
         if key not in held:

@@ -10,9 +10,10 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 
 from microtome.capture.models import LoadedModel
+from microtome.lenses.documents import document_draws
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.pair_splits import MomentSource
-from microtome.lenses.transport.document_sums import DocumentSums, document_draws, r2_interval, ratio_interval
+from microtome.lenses.transport.document_sums import DocumentSums, r2_interval, ratio_interval
 from microtome.lenses.transport.routes import Route
 from microtome.lenses.transport.transport_rows import transport_pass
 
@@ -69,7 +70,7 @@ def origin_intervals(
         raise ValueError(f"no token of these texts is in stratum {stratum!r}. Give longer texts, or another stratum.")
     some = sums["count"][:, 0] > 0
     count = sums["count"][some]
-    weights = document_draws(len(count), draws, seed)
+    weights = torch.from_numpy(document_draws(len(count), draws, seed))
     shape = len(depths), len(rows)
     found = {
         kind + end: np.full(shape, np.nan)

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float64, Int64
 
+from microtome.lenses.documents import document_draws
 from microtome.lenses.short_repr import short_repr
 from microtome.lenses.transport.splice_conditions import CLEAN, NULLS
 from microtome.lenses.transport.splice_pass import SUMS, TEXT_SUMS
@@ -124,7 +125,7 @@ def _drawn(
     sums: np.ndarray, of_text: np.ndarray, names: list[str], draws: int, seed: int
 ) -> dict[str, Float64[np.ndarray, "draw condition"]]:
     count = len(sums)
-    weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=draws).astype(float)
+    weights = document_draws(count, draws, seed)
     return _values(np.tensordot(weights, sums, 1), weights @ of_text, names)
 
 

@@ -5,11 +5,12 @@ import pandas as pd
 import pytest
 import torch
 
+from microtome.lenses.documents import document_draws
 from microtome.lenses.linear_map import LinearMap
 from microtome.lenses.pair_moments import PairMoments
 from microtome.lenses.ridge_map import ridge_map
 from microtome.lenses.transport.direction_rows import unit_rows
-from microtome.lenses.transport.document_sums import document_draws, r2_interval
+from microtome.lenses.transport.document_sums import r2_interval
 from microtome.lenses.transport.feature_scores import FeatureTransport, feature_scores
 from microtome.lenses.transport.feature_sums import FeatureSums
 from microtome.lenses.transport.feature_verdict import feature_verdicts, null_bar, ways_carried
@@ -178,7 +179,7 @@ def test_intervals_over_documents_cover_where_tokens_are_alike(documents, heavy)
     def covered(groups: int, per_group: int) -> float:
         counts = torch.full((groups, 1), float(per_group), dtype=torch.float64)
         parts = [part.view(runs, groups, per_group).sum(2).T for part in ((y - x) ** 2, y, y**2)]
-        low, high = r2_interval(document_draws(groups, 400, 1), parts[0], counts, *parts[1:], False)
+        low, high = r2_interval(torch.from_numpy(document_draws(groups, 400, 1)), parts[0], counts, *parts[1:], False)
         return float(((low < true) & (true < high)).double().mean())
 
     assert 0.90 <= covered(documents, tokens) <= 0.98
@@ -187,7 +188,7 @@ def test_intervals_over_documents_cover_where_tokens_are_alike(documents, heavy)
 
 
 def test_an_error_that_is_no_number_has_no_interval():
-    weights = document_draws(6, 20, 0)
+    weights = torch.from_numpy(document_draws(6, 20, 0))
     ones = torch.ones(6, 2, dtype=torch.float64)
     errors = torch.tensor([[torch.nan, 0.0]] * 6, dtype=torch.float64)
     low, high = r2_interval(weights, errors, ones[:, :1], ones, ones, True)
@@ -199,7 +200,7 @@ def test_of_a_few_documents_nothing_is_sure():
     generator = torch.Generator().manual_seed(0)
     errors, squares = torch.rand(2, 4, 3, generator=generator, dtype=torch.float64)
     for count in (2, 4):
-        weights = document_draws(count, 200, 0)
+        weights = torch.from_numpy(document_draws(count, 200, 0))
         ones = torch.ones(count, 1, dtype=torch.float64)
         low, high = r2_interval(weights, errors[:count] / 9, ones, squares[:count], squares[:count], True)
         assert bool(low.isnan().all())
