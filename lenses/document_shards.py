@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -109,3 +110,14 @@ def shards_of_texts(shards: Sequence[str], documents: Sequence[int]) -> dict[int
                 f"document {document} has texts in {found[int(document)]!r} and {name!r}. Keep each document in one."
             )
     return found
+
+
+def shards_by_document(shards: Any, documents: Sequence[int] | None = None) -> Any:
+    """Shards as `DocumentShards.of` takes them: the shard's name of each text becomes that of each document.
+
+    documents: of each text; each its own if None.
+    Raises what `shards_of_texts` raises.
+    """
+    if isinstance(shards, str) or not isinstance(shards, Sequence):
+        return shards
+    return shards_of_texts(shards, range(len(shards)) if documents is None else documents)

@@ -12,8 +12,6 @@ The texts run in the plan's order (longest first), which depends on them alone. 
 few minutes, and the same call goes on from there after a kill, to the very same bits on the same machine.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +31,7 @@ from microtome.capture.sites import Site
 from microtome.capture.store import Store
 from microtome.capture.tap_plan import SiteName
 from microtome.lenses.corpus_pass import CorpusPass, corpus_pass
-from microtome.lenses.document_shards import SHARES, DocumentShards, shards_of_texts
+from microtome.lenses.document_shards import SHARES, DocumentShards, shards_by_document
 from microtome.lenses.documents import document_numbers
 from microtome.lenses.moments import CHUNK, Moments
 from microtome.lenses.resumed_moments import CountIn, accumulate, count_tokens
@@ -169,8 +167,7 @@ def accumulated(
         add_special_tokens=add_special_tokens,
     )
     documents = document_numbers(documents, len(job.texts)).tolist()
-    if isinstance(shards, Sequence) and not isinstance(shards, str):
-        shards = shards_of_texts(shards, documents)
+    shards = shards_by_document(shards, documents)
     widths, device = widths_of(job, wanted)
     running = running_model(module)
     moments = Moments(
@@ -190,23 +187,16 @@ def accumulated(
             **rows.facts,
         },
     )
-    moments.split.numbers(documents)
-    request = moments.settings() | {
-        "model": running,
-        "texts": job.provenance["texts"]["token_ids_sha256"],
-        "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
-        "max_tokens": max_tokens,
-        "medians": dict(medians) if medians else None,
-    }
     return accumulate(
         job,
         moments,
         documents,
-        request,
         device,
         save,
         checkpoint_minutes,
         progress,
+        max_tokens=max_tokens,
+        medians=medians,
         count_in=rows.count_in,
         sink_share=rows.sink_share,
     )
@@ -251,8 +241,7 @@ def moments_of_activations(
     widths = {site: int(torch.Size(tensor.shape[1:]).numel()) for site, tensor in tensors.items()}
     given = None if documents is None else list(documents)
     known = None if given is None else document_numbers(given, len(given)).tolist()
-    if isinstance(shards, Sequence) and not isinstance(shards, str):
-        shards = shards_of_texts(shards, list(range(len(shards))) if known is None else known)
+    shards = shards_by_document(shards, known)
     facts = {"model": activations.provenance.get("model"), "activations": activations.provenance}
     moments = Moments(widths, pairs, shards, seed=seed, rule=rule, shuffled=shuffled, chunk=chunk, provenance=facts)
     estimate = moments.estimate()

@@ -4,10 +4,11 @@ What `moments_of` ends with, and the same of several models. Batches run in the 
 texts alone; a folder that holds moments of another request is refused, and what differs is named.
 """
 
+import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -70,28 +71,39 @@ def accumulate(
     job: Pass,
     moments: Moments,
     documents: list[int],
-    request: dict[str, Any],
     device: torch.device,
     save: str | Path | None,
     checkpoint_minutes: int | float,
     progress: bool,
     *,
+    max_tokens: int,
+    medians: Mapping[str, float] | None,
     count_in: CountIn = count_tokens,
     sink_share: int = 1,
 ) -> Moments:
     """Run a planned pass into moments of no rows, or go on from what the folder holds; what `moments_of` ends with.
 
     Args:
+        moments: whose provenance says the running model ("model") and the texts.
         documents: number of the document of each text.
-        request: JSON-able, what a folder has to be of the same of.
         device: where values come from.
+        max_tokens, medians: of the call; with the settings of the moments they are what a folder has to agree with.
         count_in: adds the rows of a chunk, whose tokens are of the documents given.
         sink_share: rows that a token set apart makes a sink, about.
 
     Raises:
         ValueError: more bytes than memory is free, or a folder of another request.
+        KeyError: a document without a shard.
         BlockingIOError: another process writes to the folder.
     """
+    moments.split.numbers(documents)
+    request = moments.settings() | {
+        "model": moments.provenance["model"],
+        "texts": moments.provenance["texts"]["token_ids_sha256"],
+        "documents": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
+        "max_tokens": max_tokens,
+        "medians": dict(medians) if medians else None,
+    }
     apart = sum(int(text.is_special.sum()) + 1 for text in job.texts)
     estimate = moments.estimate(sinks=sink_share * apart, device=device)
     start = 0

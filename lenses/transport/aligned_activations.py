@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 
 from microtome.capture.activations import Activations
 from microtome.capture.stored_tensor import in_memory
-from microtome.lenses.document_shards import SHARES, shards_of_texts
+from microtome.lenses.document_shards import SHARES, shards_by_document
 from microtome.lenses.documents import document_numbers
 from microtome.lenses.moments import CHUNK, Moments
 from microtome.lenses.moments_pass import Shards
@@ -160,8 +160,7 @@ def moments_of_aligned(
     if len(given) < n_texts:
         raise ValueError(f"text {n_texts - 1} has no document; {len(given)} were given. Give all.")
     known = document_numbers(given, len(given)).tolist()
-    if isinstance(shards, Sequence) and not isinstance(shards, str):
-        shards = shards_of_texts(shards, known)
+    shards = shards_by_document(shards, known)
     moments = Moments(
         widths,
         pairs_between(list(widths)) if isinstance(pairs, str) and pairs == "between" else pairs,

@@ -7,8 +7,6 @@ Sites are named "model/site". Row t of all models is the same token of the same 
 sink if one of the models treats it as one: massive activations are looked for at every residual site of each.
 """
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -26,7 +24,7 @@ from microtome.capture.running_model import running_model
 from microtome.capture.sites import Site
 from microtome.capture.tap_plan import SiteName
 from microtome.lenses.corpus_pass import Chunk, CorpusPass, corpus_pass
-from microtome.lenses.document_shards import SHARES, shards_of_texts
+from microtome.lenses.document_shards import SHARES, shards_by_document
 from microtome.lenses.documents import document_numbers
 from microtome.lenses.moments import CHUNK, Moments
 from microtome.lenses.moments_pass import Shards, expand_sites, rule_of, widths_of
@@ -145,8 +143,7 @@ def moments_of_models(
     }
     job = joint_pass(parts)
     known = document_numbers(documents, len(job.texts)).tolist()
-    if isinstance(shards, Sequence) and not isinstance(shards, str):
-        shards = shards_of_texts(shards, known)
+    shards = shards_by_document(shards, known)
     widths: dict[SiteKey, int] = {}
     device = None
     for name, part in job.parts.items():
@@ -154,7 +151,6 @@ def moments_of_models(
         widths |= {(name, site): width for site, width in own.items()}
         device = home if device is None else device
     running = {name: running_model(_module(model)) for name, model in models.items()}
-    texts_facts = job.first.provenance["texts"]
     moments = Moments(
         widths,
         pairs_between(list(widths)) if isinstance(pairs, str) and pairs == "between" else pairs,
@@ -167,19 +163,13 @@ def moments_of_models(
         provenance={
             "model": running,
             "loaded": {name: part.provenance["model"] for name, part in job.parts.items()},
-            "texts": texts_facts,
+            "texts": job.first.provenance["texts"],
             "environments": [],
         },
     )
-    moments.split.numbers(known)
-    request = moments.settings() | {
-        "model": running,
-        "texts": texts_facts["token_ids_sha256"],
-        "documents": hashlib.sha256(json.dumps(known).encode()).hexdigest(),
-        "max_tokens": max_tokens,
-        "medians": dict(medians) if medians else None,
-    }
-    return accumulate(job, moments, known, request, device, save, checkpoint_minutes, progress)
+    return accumulate(
+        job, moments, known, device, save, checkpoint_minutes, progress, max_tokens=max_tokens, medians=medians
+    )
 
 
 def joint_pass(parts: Mapping[str, CorpusPass]) -> JointPass:

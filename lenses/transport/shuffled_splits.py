@@ -14,7 +14,7 @@ import torch
 from tqdm.auto import tqdm
 
 from microtome.capture.activations import Activations
-from microtome.lenses.document_shards import SHARES, DocumentShards, shards_of_texts
+from microtome.lenses.document_shards import SHARES, DocumentShards, shards_by_document
 from microtome.lenses.documents import document_numbers
 from microtome.lenses.moment_cells import other_documents
 from microtome.lenses.pair_moments import PairMoments
@@ -49,8 +49,7 @@ def shuffled_splits(
     if len(rows) and int(rows["position"].min()) < 0:
         raise ValueError("These rows are means over positions (position -1). Capture with positions='all'.")
     known = document_numbers(documents, int(rows["text"].max()) + 1).tolist()
-    if isinstance(shards, Sequence) and not isinstance(shards, str):
-        shards = shards_of_texts(shards, known)
+    shards = shards_by_document(shards, known)
     split = DocumentShards.of(shards)
     kept = torch.from_numpy((rows["position"] > 0).to_numpy(copy=True)).nonzero()[:, 0]
     x, y = (activations[site][kept].flatten(1) for site in (source, target))
