@@ -9,6 +9,7 @@ the canonical ceiling. Truncating the singular values of W itself (`truncated_ma
 does) is the best in neither metric; with channels of unlike variance its R2 can be far below 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,17 +155,18 @@ def truncated_map(found: LinearMap, fit: PairMoments, rank: int) -> LinearMap:
     Raises:
         ValueError: a negative rank.
     """
-    if rank < 0:
-        raise ValueError(f"rank is {rank}; give 0 or more.")
+    return truncated_maps(found, fit, [rank])[0]
+
+
+def truncated_maps(found: LinearMap, fit: PairMoments, ranks: Sequence[int]) -> list[LinearMap]:
+    """The same for several ranks, from one decomposition."""
+    if wrong := [rank for rank in ranks if rank < 0]:
+        raise ValueError(f"rank is {wrong[0]}; give 0 or more.")
     left, values, right = torch.linalg.svd(found.weight.to(fit.xy), full_matrices=False)
-    weight = (left[:, :rank] * values[:rank]) @ right[:rank]
-    return LinearMap(
-        weight,
-        fit.mean_y - fit.mean_x @ weight,
-        f"{found.kind}, singular values truncated",
-        found.source,
-        found.target,
-        found.strength,
-        rank,
-        {"count": fit.count},
-    )
+    kind, facts = f"{found.kind}, singular values truncated", {"count": fit.count}
+    maps = []
+    for rank in ranks:
+        weight = (left[:, :rank] * values[:rank]) @ right[:rank]
+        intercept = fit.mean_y - fit.mean_x @ weight
+        maps.append(LinearMap(weight, intercept, kind, found.source, found.target, found.strength, rank, facts))
+    return maps

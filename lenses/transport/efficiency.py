@@ -25,7 +25,7 @@ from microtome.lenses.linear_map import LinearMap, identity_map
 from microtome.lenses.map_scores import WHITENING_FLOOR, error_moments
 from microtome.lenses.pair_moments import PairMoments, is_measured
 from microtome.lenses.pair_splits import PairSplits
-from microtome.lenses.reduced_rank import TargetMetric, reduced_rank, target_metric, truncated_map
+from microtome.lenses.reduced_rank import TargetMetric, reduced_rank, target_metric, truncated_maps
 from microtome.lenses.ridge_map import ridge_map
 from microtome.lenses.short_repr import short_repr
 from microtome.lenses.source_basis import source_basis
@@ -100,9 +100,8 @@ def transport_efficiency(
     bound = _bound(test, fit, target)
     own, published = _total(test, fit, target.onto), _published(splits)
     rows = []
-    for rank in ranks:
+    for rank, cut in zip(ranks, truncated_maps(ridge.map, fit, ranks), strict=True):
         at = rank - 1
-        cut = truncated_map(ridge.map, fit, rank)
         cut_score = _score(cut, test, target.onto, own)
         published_score = _score(cut, test, published.onto, published.total)
         rows.append(
