@@ -102,8 +102,10 @@ def transport_efficiency(
     rows = []
     for rank, cut in zip(ranks, truncated_maps(ridge.map, fit, ranks), strict=True):
         at = rank - 1
-        cut_score = _score(cut, test, target.onto, own)
-        published_score = _score(cut, test, published.onto, published.total)
+        errors = error_moments(cut, test)
+        cut_score = _score(errors, target.onto, own)
+        published_score = _score(errors, published.onto, published.total)
+        published_ceiling = float(published.ceiling[min(at, len(published.ceiling) - 1)])
         rows.append(
             {
                 "rank": rank,
@@ -116,10 +118,8 @@ def transport_efficiency(
                 "truncated_score": cut_score,
                 "truncated_efficiency": efficiency_of(cut_score, float(ceiling[at])),
                 "published_score": published_score,
-                "published_ceiling": float(published.ceiling[min(at, len(published.ceiling) - 1)]),
-                "published_efficiency": efficiency_of(
-                    published_score, float(published.ceiling[min(at, len(published.ceiling) - 1)])
-                ),
+                "published_ceiling": published_ceiling,
+                "published_efficiency": efficiency_of(published_score, published_ceiling),
             }
         )
     if taken := [name for name in maps or {} if name in ("identity", "ridge")]:
@@ -127,7 +127,7 @@ def transport_efficiency(
     same = {"identity": identity_map(fit.d_in)} if fit.d_in == fit.d_out else {}
     whole = []
     for name, found in {**same, **(maps or {}), "ridge": ridge.map}.items():
-        value = _score(found, test, target.onto, own)
+        value = _score(error_moments(found, test), target.onto, own)
         whole.append({"map": name, "score": value, "efficiency": efficiency_of(value, ceiling[-1])})
     return TransportEfficiency(
         pd.DataFrame(rows), pd.DataFrame(whole), metric, ridge.path.strength, fit.count, test.count
@@ -171,9 +171,9 @@ def _total(test: PairMoments, fit: PairMoments, onto: Tensor) -> float:
     return float(((yy @ onto) * onto).sum())
 
 
-def _score(found: LinearMap, test: PairMoments, onto: Tensor, total: float) -> float:
+def _score(errors: Tensor, onto: Tensor, total: float) -> float:
     """1 - tr(onto^T E onto) / total."""
-    return 1 - float(((error_moments(found, test) @ onto) * onto).sum()) / total if total > 0 else torch.nan
+    return 1 - float(((errors @ onto) * onto).sum()) / total if total > 0 else torch.nan
 
 
 def efficiency_of(score: float | Tensor, ceiling: float | Tensor) -> float:
