@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -314,7 +315,12 @@ def test_a_killed_grid_goes_on_to_the_same_summary(grid, tables, tmp_path, modul
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_grid_says_so_and_goes_on_later(grid, tmp_path, monkeypatch, number) -> None:
     real = grid_probe.sweep
-    monkeypatch.setattr(grid_probe, "sweep", lambda *a, **k: os.kill(os.getpid(), number))
+
+    def stopped(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)  # the handler runs between two steps of the interpreter, which may be a few later
+
+    monkeypatch.setattr(grid_probe, "sweep", stopped)
     handler = signal.getsignal(signal.SIGTERM)
     config = grid()
     with pytest.raises(KeyboardInterrupt, match="the same command goes on from here"):
