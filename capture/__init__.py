@@ -8,6 +8,8 @@ from microtome.capture.collect import estimate_capture as estimate_capture
 from microtome.capture.dissect import NotDissectable as NotDissectable
 from microtome.capture.dissect import dissect as dissect
 from microtome.capture.feature_tables import read_features as read_features
+from microtome.capture.forward_call import ForwardCall as ForwardCall
+from microtome.capture.forward_call import batch_rows as batch_rows
 from microtome.capture.generated import Generation as Generation
 from microtome.capture.hooks import attach as attach
 from microtome.capture.hooks import detach as detach

@@ -22,7 +22,7 @@ from microtome.capture.dissect import dissect
 from microtome.capture.estimate import Estimate, estimate_job
 from microtome.capture.forward_arguments import input_device
 from microtome.capture.forwards import Forwards
-from microtome.capture.generated import Generation
+from microtome.capture.generated import Generation, OnTokens
 from microtome.capture.job import CaptureJob
 from microtome.capture.label_table import label_table
 from microtome.capture.limits import pad_id
@@ -47,6 +47,7 @@ def capture(
     token_labels: TokenLabels | None = None,
     edits: Mapping[SiteName, EditFunction | Edit] | None = None,
     generate: Generation | None = None,
+    on_tokens: OnTokens | None = None,
     include_special: bool = False,
     truncate: Literal["left", "right"] | None = None,
     max_length: int | None = None,
@@ -75,6 +76,7 @@ def capture(
         generate: let every text go on, `Generation(max_new_tokens=20)`, and keep activations of what the model writes
             too; positions may then be "prompt" or "generated", and count through both. The row table gets the columns
             `is_generated` and `completion`.
+        on_tokens: told `(texts, ids)` at each step of `generate`, as soon as the tokens are known.
         truncate: which end of an over-long text goes; None makes an over-long text an error.
         max_length: tokens per text; by default the model's limit.
         add_special_tokens: whether the tokenizer adds BOS and the like to strings.
@@ -110,6 +112,7 @@ def capture(
         token_labels=token_labels,
         edits=edits or {},
         generation=generate,
+        on_tokens=on_tokens,
         device=torch.device(device),
         dtype=dtype,
         max_tokens=max_tokens,
@@ -195,6 +198,7 @@ def _job(
     token_labels: TokenLabels | None = None,
     edits: Mapping[SiteName, EditFunction | Edit] | None = None,
     generation: Generation | None = None,
+    on_tokens: OnTokens | None = None,
     device: torch.device,
     dtype: torch.dtype | None,
     max_tokens: int,
@@ -229,6 +233,8 @@ def _job(
             f"{states[0]} has no positions: it is what a cache holds after a call. Read it with taps(model, "
             f"{states[0]!r}) around model(..., use_cache=True) or generate."
         )
+    if on_tokens is not None and generation is None:
+        raise ValueError("on_tokens is told what is written: give generate=Generation(max_new_tokens=20) with it.")
     if generation is not None and not isinstance(generation, Generation):
         raise TypeError(f"generate={generation!r:.60}: give Generation(max_new_tokens=20).")
     if generation is not None:
@@ -236,7 +242,7 @@ def _job(
     forwards = Forwards(
         module, anatomy, tuple(wanted), edits or {}, device, dtype, pad_id(module, loaded.tokenizer), max_tokens
     )
-    return CaptureJob(loaded, forwards, source, positions, include_special, labels, token_labels, generation)
+    return CaptureJob(loaded, forwards, source, positions, include_special, labels, token_labels, generation, on_tokens)
 
 
 def _check_generation(

@@ -15,6 +15,7 @@ from microtome.capture.anatomy import Anatomy
 from microtome.capture.batches import MAX_TOKENS, PaddingRecipe, make_batch, plan_batches
 from microtome.capture.encoded_text import EncodedText
 from microtome.capture.forward_arguments import input_device
+from microtome.capture.forward_call import batch_rows
 from microtome.capture.kept_positions import BatchPositions, KeptPositions
 from microtome.capture.padding import call_options
 from microtome.capture.positions import resolve_positions
@@ -69,6 +70,7 @@ class Forwards:
         *,
         longest: int,
         name_row: Callable[[int], str],
+        first_text: int = 0,
         advance: Callable[[int], object] = lambda tokens: None,
     ) -> dict[Site, Tensor]:
         """Every site's kept rows, in the order of `kept`.
@@ -76,6 +78,7 @@ class Forwards:
         Args:
             longest: tokens of the longest text of the capture, for the keys of pattern rows.
             name_row: what a kept row is called in errors.
+            first_text: number of the first text among all that were given, for edits that act by text.
             advance: told the number of tokens after each batch.
         """
         recipe = self.anatomy.padding or PaddingRecipe()
@@ -85,7 +88,8 @@ class Forwards:
             batch = make_batch(rows, row_ids, pad_id=self.pad, recipe=recipe, device=self.home)
             places = kept.in_batch(row_ids, batch.attention_mask)
             if len(places.kept_index):
-                values = self.batch(batch.model_inputs(), places, batch.attention_mask, name_row)
+                with batch_rows([first_text + row for row in row_ids]):
+                    values = self.batch(batch.model_inputs(), places, batch.attention_mask, name_row)
                 index = places.kept_index.to(self.device)
                 for site, value in values.items():
                     value = _to_keys(site, value, longest)

@@ -17,9 +17,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
+from microtome.capture.anatomy import Anatomy
 from microtome.capture.batches import Batch, PaddingRecipe, make_batch, plan_batches
 from microtome.capture.encoded_text import EncodedText
+from microtome.capture.forward_call import batch_rows
 from microtome.capture.forwards import Forwards
 from microtome.capture.kept_positions import KeptPositions
 from microtome.capture.limits import length_limit
@@ -33,6 +36,7 @@ from microtome.capture.taps import taps
 STEP_LIMIT = 1e-3  # 65 families at hand stay below 8e-4, most below 1e-6; models whose cache misleads are over 1
 ROUNDED_STEP_LIMIT = 0.1  # half precision: near ties of many steps
 _CHECKED_BATCHES = 2  # the second meets what the first left behind
+OnTokens = Callable[[Sequence[int], Int[Tensor, " batch"]], object]  # texts, ids
 POLICIES = ("last", "first", "mean", "all", "prompt", "generated")
 
 
@@ -119,6 +123,7 @@ def generate_rows(
     only_generated: bool,
     first_row: int,
     advance: Callable[[int], object],
+    on_tokens: OnTokens | None = None,
 ) -> tuple[list[EncodedText], KeptPositions, dict[Site, Tensor]]:
     """Let every text go on and keep what `keep` says of the whole rows.
 
@@ -136,17 +141,18 @@ def generate_rows(
     whole: list[EncodedText] = list(rows)
     held: list[tuple[list[int], dict[Site, Tensor]]] = []
     ends = end_ids(forwards.module)
-    _require_room(forwards.module, generation, rows, first_row)
-    for number, row_ids in enumerate(_batches(forwards, generation, rows)):
+    lengths = [row.length for row in rows]
+    require_room(forwards.module, generation, lengths, first_row)
+    planned = generation_batches(forwards.module, forwards.anatomy, lengths, generation, forwards.max_tokens)
+    for number, row_ids in enumerate(planned):
         batch = make_batch(rows, row_ids, pad_id=forwards.pad, recipe=PaddingRecipe("left"), device=forwards.home)
-        ids, values = _run(
-            forwards, generation, batch, only_generated, seed=_seed(generation.seed, first_row + min(row_ids))
-        )
+        texts = [first_row + row for row in row_ids]
+        ids, values = _run(forwards, generation, batch, only_generated, texts, on_tokens)
         width = batch.attention_mask.shape[1]
         read = ids.shape[1] - 1  # tokens that a step has read
         real = torch.cat([batch.attention_mask, batch.attention_mask.new_zeros(len(row_ids), read - width)], 1)
         for place, row in enumerate(row_ids):
-            fresh = _before_end(ids[place, width:].tolist(), ends)[: read - width]
+            fresh = before_end(ids[place, width:].tolist(), ends)[: read - width]
             whole[row] = continued(rows[row], fresh, [decode([token]) for token in fresh])
             real[place, width : width + len(fresh)] = 1
         if number < _CHECKED_BATCHES and not forwards.edits:
@@ -170,13 +176,13 @@ def generate_rows(
     return whole, kept, _in_order(held, kept)
 
 
-def _require_room(module: nn.Module, generation: Generation, rows: Sequence[EncodedText], first_row: int) -> None:
+def require_room(module: nn.Module, generation: Generation, lengths: Sequence[int], first_row: int = 0) -> None:
     """Raise ValueError for a prompt that leaves no room for what is to be written."""
     limit = length_limit(module, None)
-    for row, text in enumerate(rows):
-        if limit is not None and text.length + generation.max_new_tokens > limit:
+    for row, length in enumerate(lengths):
+        if limit is not None and length + generation.max_new_tokens > limit:
             raise ValueError(
-                f"row {first_row + row} has {text.length} tokens; with max_new_tokens={generation.max_new_tokens} that "
+                f"row {first_row + row} has {length} tokens; with max_new_tokens={generation.max_new_tokens} that "
                 f"is over the model's {limit}. Shorten it, or let fewer be written."
             )
 
@@ -210,32 +216,80 @@ def _require_same_as_forward(
 
 
 def _run(
-    forwards: Forwards, generation: Generation, batch: Batch, only_generated: bool, *, seed: int
+    forwards: Forwards,
+    generation: Generation,
+    batch: Batch,
+    only_generated: bool,
+    texts: Sequence[int],
+    on_tokens: OnTokens | None,
 ) -> tuple[Int[Tensor, "batch token"], dict[Site, Tensor]]:
     """One batch through `generate`: prompt and new tokens, and every site's values at the positions that were read."""
-    ends = end_ids(forwards.module)
-    draw = {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": generation.top_k or 0}
-    settings = GenerationConfig(
-        max_new_tokens=generation.max_new_tokens + 1,
-        do_sample=generation.do_sample,
-        pad_token_id=forwards.pad,
-        eos_token_id=ends or None,
-        use_cache=True,
-        **(draw if generation.do_sample else {}),
-    )
     width = batch.attention_mask.shape[1]
     reads = [Read(site, select=_Step(site, 0 if only_generated else width)) for site in forwards.sites]
+    with taps(forwards.module, reads, forwards.edits, anatomy=forwards.anatomy) as tape:
+        ids = written(forwards.module, generation, batch, texts=texts, pad=forwards.pad, beyond=1, on_tokens=on_tokens)
+    return ids, {site: torch.cat(tape.all(site), dim=1) for site in forwards.sites}
+
+
+def written(
+    module: nn.Module,
+    generation: Generation,
+    batch: Batch,
+    *,
+    texts: Sequence[int],
+    pad: int,
+    beyond: int = 0,
+    use_cache: bool = True,
+    on_tokens: OnTokens | None = None,
+) -> Int[Tensor, "batch token"]:
+    """One batch, padded on the left, through the model's own `generate`: ids of the prompts and of what was written.
+
+    Args:
+        texts: numbers of the batch's texts, of which the least seeds the draw.
+        beyond: tokens written beyond those that were asked for, so that the last of them is read.
+        use_cache: False computes every step anew.
+        on_tokens: told the texts and their new ids at each step.
+    """
+    draw = {"temperature": generation.temperature, "top_p": generation.top_p, "top_k": generation.top_k or 0}
+    settings = GenerationConfig(
+        max_new_tokens=generation.max_new_tokens + beyond,
+        do_sample=generation.do_sample,
+        pad_token_id=pad,
+        eos_token_id=end_ids(module) or None,
+        use_cache=use_cache,
+        **(draw if generation.do_sample else {}),
+    )
+    home = batch.input_ids.device
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices=[forwards.home] if forwards.home.type == "cuda" else []),
-        taps(forwards.module, reads, forwards.edits, anatomy=forwards.anatomy) as tape,
+        torch.random.fork_rng(devices=[home] if home.type == "cuda" else []),
+        batch_rows(texts, batch.attention_mask.sum(1).tolist()),
+        _only_these(module, settings),
     ):
-        torch.manual_seed(seed)
-        with _only_these(forwards.module, settings):
-            ids = forwards.module.generate(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, generation_config=settings
-            )
-    return ids, {site: torch.cat(tape.all(site), dim=1) for site in forwards.sites}
+        torch.manual_seed(_seed(generation.seed, min(texts)))
+        return module.generate(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            generation_config=settings,
+            streamer=None if on_tokens is None else _Teller(on_tokens, list(texts), generation.max_new_tokens),
+        )
+
+
+class _Teller(BaseStreamer):
+    """Hands on the ids of each step; those of the prompt, and those beyond what was asked for, are left out."""
+
+    def __init__(self, on_tokens: OnTokens, texts: list[int], n: int):
+        self.on_tokens, self.texts, self.left, self.is_prompt = on_tokens, texts, n, True
+
+    def put(self, value: Tensor) -> None:
+        if self.is_prompt:
+            self.is_prompt = False
+        elif self.left:
+            self.left -= 1
+            self.on_tokens(self.texts, value.reshape(len(self.texts)))
+
+    def end(self) -> None:
+        """Nothing is left to hand on."""
 
 
 @contextmanager
@@ -270,18 +324,19 @@ class _Step:
         return value[:, value.shape[1] - n :]
 
 
-def _batches(forwards: Forwards, generation: Generation, rows: Sequence[EncodedText]) -> list[list[int]]:
+def generation_batches(
+    module: nn.Module, anatomy: Anatomy, lengths: Sequence[int], generation: Generation, max_tokens: int
+) -> list[list[int]]:
     """Texts that run together: padded on the left where that was proved right, else only those of equal length."""
-    errors = forwards.anatomy.padding_errors
-    is_paddable = any(name.startswith("left") and error <= limit_for(forwards.module) for name, error in errors.items())
-    lengths = [row.length for row in rows]
-    classes = [list(range(len(rows)))]
+    errors = anatomy.padding_errors
+    is_paddable = any(name.startswith("left") and error <= limit_for(module) for name, error in errors.items())
+    classes = [list(range(len(lengths)))]
     if not is_paddable:
         classes = [[i for i, length in enumerate(lengths) if length == n] for n in sorted(set(lengths), reverse=True)]
     plans = []
     for members in classes:
         full = [lengths[i] + generation.max_new_tokens for i in members]
-        plans += [[members[i] for i in some] for some in plan_batches(full, max_tokens=forwards.max_tokens)]
+        plans += [[members[i] for i in some] for some in plan_batches(full, max_tokens=max_tokens)]
     return plans
 
 
@@ -292,7 +347,7 @@ def end_ids(module: nn.Module) -> list[int]:
     return [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [int(ends)]
 
 
-def _before_end(ids: list[int], ends: list[int]) -> list[int]:
+def before_end(ids: list[int], ends: list[int]) -> list[int]:
     at = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     return ids[:at]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from microtome.capture.anatomy import Anatomy
 from microtome.capture.attention_seam import SeamCall, intercepted, seam_configs, switch_off, switch_on
+from microtome.capture.forward_call import RunningForward
 from microtome.capture.layouts import Passing
 from microtome.capture.models import LoadedModel
 from microtome.capture.opgraph import elements
@@ -68,6 +69,7 @@ class ActiveTaps:
         entrances: modules whose call begins a new forward, so that calls are counted from 0 again.
         calls: how often each module was called in the running forward, where a tap wants one call only.
         is_closed: whether the `with` has ended; a copy of its context (a task's, a generator's) may live longer.
+        running: the running forward, known where the plan has entrances.
         owner: the thread and asyncio task that opened it, the only ones in which it acts.
     """
 
@@ -75,6 +77,7 @@ class ActiveTaps:
     required: list[LiveTap]
     stops: bool = False
     entrances: frozenset[nn.Module] = frozenset()
+    running: RunningForward = field(default_factory=RunningForward)
     calls: Counter[tuple[Side, nn.Module]] = field(default_factory=Counter)
     is_closed: bool = False
     owner: tuple[int, object] = field(default_factory=lambda: _here())
@@ -87,6 +90,11 @@ class ActiveTaps:
             self.calls[side, module] += 1
             return [tap for tap in taps if tap.call in (None, number)]
         return taps
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A forward begins; or its trunk does, whose arguments say more."""
+        self.calls.clear()
+        self.running.enter(module, args, kwargs)
 
     @property
     def is_full(self) -> bool:
@@ -189,7 +197,7 @@ def _before(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None
         return None
     for taps in active:
         if module in taps.entrances:
-            taps.calls.clear()
+            taps.enter(module, args, kwargs)
     if not (due := _due(active, "in", module)):
         return None
     passing = Passing(module, args, kwargs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from microtome.capture.encoded_text import EncodedText, EncodedTexts
 from microtome.capture.forwards import READY_ROWS, Forwards
-from microtome.capture.generated import Generation, continued, generate_rows, resolve_generated
+from microtome.capture.generated import Generation, OnTokens, continued, generate_rows, resolve_generated
 from microtome.capture.kept_positions import KeptPositions
 from microtome.capture.models import LoadedModel
 from microtome.capture.positions import KEEPS_NOTHING, resolve_positions
@@ -34,6 +34,7 @@ class CaptureJob:
         labels: one row per text, or None.
         token_labels: as `token_labels` describes them; empty without any.
         generation: how texts go on, or None where they do not.
+        on_tokens: told of every step of it.
     """
 
     loaded: LoadedModel
@@ -44,6 +45,7 @@ class CaptureJob:
     labels: pd.DataFrame | None
     token_labels: TokenLabels
     generation: Generation | None = None
+    on_tokens: OnTokens | None = None
 
     @property
     def n_texts(self) -> int:
@@ -114,7 +116,9 @@ class CaptureJob:
             return f"text {first + int(kept.text[row])}, position {int(kept.position[row])}"
 
         longest = max(encoded.lengths) if longest is None else longest
-        tensors = self.forwards.texts(encoded.rows, kept, longest=longest, name_row=name_row, advance=advance)
+        tensors = self.forwards.texts(
+            encoded.rows, kept, longest=longest, name_row=name_row, first_text=first, advance=advance
+        )
         return self.row_table(encoded, kept, first), tensors
 
     def _run_generated(
@@ -136,6 +140,7 @@ class CaptureJob:
             only_generated=wanted == "generated",
             first_row=first,
             advance=advance,
+            on_tokens=self.on_tokens,
         )
         table = self.row_table(encoded, kept, first, whole)
         of_row = table["text"].to_numpy() - first

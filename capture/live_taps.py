@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from microtome.capture.forward_call import ForwardCall, RunningForward
 from microtome.capture.layouts import PHASE_THROUGH, HeadWrite, Layout, Passing
 from microtome.capture.sites import Site
 
@@ -28,10 +29,12 @@ class EditContext:
     Attributes:
         site: the single site that is edited (an edit of `resid_post` is called for every layer).
         firing: how often this edit has fired before in this context: the step number in `generate`.
+        call: the running forward: which tokens are real, their positions, the prompts' lengths, what edits keep.
     """
 
     site: Site
     firing: int
+    call: ForwardCall | None = None
 
 
 @dataclass(eq=False)
@@ -91,11 +94,12 @@ class LiveEdit:
     layout: Layout
     function: Callable[[Tensor, EditContext], Tensor]
     call: int | None = None
+    running: RunningForward = field(default_factory=RunningForward)
     fired: int = 0
 
     def apply(self, tensor: Tensor, passing: Passing) -> Tensor:
         value = self.layout.present(tensor, passing)
-        delta = delta_of(self.function, value, EditContext(self.site, self.fired))
+        delta = delta_of(self.function, value, EditContext(self.site, self.fired, self.running.ask()))
         self.fired += 1
         return self.layout.add(tensor, delta, passing)
 
@@ -134,6 +138,7 @@ class LivePatternEdit:
     queries: Queries
     function: Callable[[Tensor, EditContext], Tensor]
     call: int | None = None
+    running: RunningForward = field(default_factory=RunningForward)
     slot: str = "pattern"
     phase: int = PHASE_THROUGH
     fired: int = 0
@@ -143,7 +148,7 @@ class LivePatternEdit:
         if any(len(row.unique()) < len(row) for row in rows):
             raise ValueError(f"The edit at {self.site} names a query row twice: {rows.tolist()}. Name each row once.")
         value = pattern_value(passing, self.heads, rows, self.site)
-        delta = delta_of(self.function, value, EditContext(self.site, self.fired))
+        delta = delta_of(self.function, value, EditContext(self.site, self.fired, self.running.ask()))
         self.fired += 1
         heads = self.heads if self.heads is not None else list(range(passing.call.query.shape[1]))
         delta = delta if delta.ndim == 4 else delta[:, None]

@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from microtome.capture.anatomy import Anatomy, Point, Tap, coefficient
+from microtome.capture.forward_call import RunningForward
 from microtome.capture.hooks import LiveTap, Side
 from microtome.capture.layouts import (
     PHASE_ABOVE,
@@ -84,13 +85,15 @@ class TapPlan:
     Attributes:
         at: by side and module, in the order in which they act.
         reads, edits: the same taps by their site.
-        entrances: modules at which calls are counted anew; empty unless a site names a call.
+        entrances: modules whose call begins a forward; empty unless a site names a call or an edit takes a context.
+        running: the running forward, for edits.
     """
 
     at: dict[Side, dict[nn.Module, list[LiveTap]]]
     reads: dict[Site, LiveRead | LivePatternRead]
     edits: dict[Site, LiveEdit | LivePatternEdit]
     entrances: frozenset[nn.Module] = frozenset()
+    running: RunningForward = field(default_factory=RunningForward)
 
     @property
     def uses_seam(self) -> bool:
@@ -114,7 +117,8 @@ def plan_taps(
     """
     placed = _Places(model, anatomy)
     edit_requests = {name: edit if isinstance(edit, Edit) else Edit(edit) for name, edit in edits.items()}
-    for site, edit in _single_sites(anatomy, list(edit_requests.items())):
+    edits_of = _single_sites(anatomy, list(edit_requests.items()))
+    for site, edit in edits_of:
         placed.edit(site, edit)
     read_requests = [read if isinstance(read, Read) else Read(read) for read in _as_list(reads)]
     for site, read in _single_sites(anatomy, [(read.site, read) for read in read_requests]):
@@ -123,8 +127,10 @@ def plan_taps(
         for taps in modules.values():
             taps.sort(key=lambda tap: tap.phase)
     names_calls = any(tap.call is not None for side in placed.at.values() for taps in side.values() for tap in taps)
-    entrances = {model, getattr(model, "base_model", model)} if names_calls else set()
-    return TapPlan(placed.at, placed.reads, placed.edits, frozenset(entrances))
+    # A function of one argument is wrapped; one that takes a context may ask it for the running forward.
+    wants_forward = any(placed.edits[site].function is edit.function for site, edit in edits_of)
+    entrances = {model, getattr(model, "base_model", model)} if names_calls or wants_forward else set()
+    return TapPlan(placed.at, placed.reads, placed.edits, frozenset(entrances), placed.running)
 
 
 def _as_list(reads: Iterable[SiteName | Read] | SiteName | Read) -> list[SiteName | Read]:
@@ -156,6 +162,7 @@ class _Places:
     edits: dict[Site, LiveEdit | LivePatternEdit] = field(default_factory=dict)
     remembered: dict[Point, Remember] = field(default_factory=dict)
     noted: dict[Point, RowsOf] = field(default_factory=dict)
+    running: RunningForward = field(default_factory=RunningForward)
 
     def read(self, site: Site, read: Read) -> None:
         tap = self.anatomy.tap(site)
@@ -185,17 +192,25 @@ class _Places:
         point, function = tap.point, with_context(edit.function)
         queries = _checked_queries(site, edit.queries)
         if queries is not None:
-            live = LivePatternEdit(site, _heads_of(site), queries, function, point.call)
+            live = LivePatternEdit(site, _heads_of(site), queries, function, point.call, running=self.running)
         elif site.kind == "resid_mid" and tap.through is not None:
             point = self.anatomy.tap(tap.through).point
-            live = LiveEdit(site, point.slot, PHASE_ABOVE, self._stream_between(tap, point), function, point.call)
+            live = LiveEdit(
+                site,
+                point.slot,
+                PHASE_ABOVE,
+                self._stream_between(tap, point),
+                function,
+                point.call,
+                running=self.running,
+            )
         elif tap.edited_at is not None:
             point = tap.edited_at
             layout = RouterInput(tap.point.slot, None if tap.rows_of is None else self._rows(tap.rows_of))
-            live = LiveEdit(site, point.slot, PHASE_VALUE, layout, function, point.call)
+            live = LiveEdit(site, point.slot, PHASE_VALUE, layout, function, point.call, running=self.running)
         else:
             layout, phase = self._layout(tap, site.head)
-            live = LiveEdit(site, point.slot, phase, layout, function, point.call)
+            live = LiveEdit(site, point.slot, phase, layout, function, point.call, running=self.running)
         self.edits[site] = live
         self._place(point, live)
 

@@ -143,7 +143,7 @@ def taps(
 
         anatomy = dissect(module)
     plan = plan_taps(module, anatomy, reads, edits or {})
-    active = ActiveTaps(plan.at, [*plan.edits.values(), *plan.reads.values()], stop, plan.entrances)
+    active = ActiveTaps(plan.at, [*plan.edits.values(), *plan.reads.values()], stop, plan.entrances, plan.running)
     install([(place, side) for side in ("in", "out") for place in plan.at[side]] + [(m, "in") for m in plan.entrances])
     install((place, "out") for place in plan.at["cache"])
     tape = Tape(plan)

@@ -19,6 +19,7 @@ from microtome.capture.batches import MAX_TOKENS, Batch, PaddingRecipe, make_bat
 from microtome.capture.dissect import dissect
 from microtome.capture.encoded_text import EncodedText
 from microtome.capture.forward_arguments import input_device
+from microtome.capture.forward_call import batch_rows
 from microtome.capture.limits import pad_id
 from microtome.capture.models import LoadedModel
 from microtome.capture.padding import call_options
@@ -74,6 +75,7 @@ class CorpusPass:
     Attributes:
         batches: which texts run together, in the order of the pass.
         patterns: single heads whose attention is read at all queries.
+        prompt_tokens: of each text, for edits that act at "prompt" or "generated"; empty where texts are prompts.
     """
 
     module: nn.Module
@@ -85,6 +87,7 @@ class CorpusPass:
     edits: Mapping[SiteName, EditFunction | Edit]
     provenance: Mapping[str, Any]
     patterns: tuple[Site, ...] = ()
+    prompt_tokens: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -116,8 +119,10 @@ class CorpusPass:
         patterns: dict[Site, Tensor] = {}
         if reads:
             stop = all(site.kind != "logits" for site in self.sites)
+            prompts = [self.prompt_tokens[i] for i in batch.row_ids] if self.prompt_tokens else None
             with (
                 torch.set_grad_enabled(keep_graph),
+                batch_rows(batch.row_ids, prompts),
                 taps(self.module, reads, self.edits, anatomy=self.anatomy, stop=stop) as tape,
             ):
                 self.module(**batch.model_inputs(), **options)

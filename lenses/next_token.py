@@ -11,7 +11,7 @@ a word otherwise than the two in one string would be.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -143,6 +143,7 @@ def next_token_kl(
     clean, end = _plan(model, texts, {}, anatomy, max_tokens, encoding)
     edited, _ = _plan(model, texts, edits, clean.anatomy, max_tokens, encoding)
     first = _first_rows(clean, prompt_tokens, behind=0)
+    edited = replace(edited, prompt_tokens=tuple((first + 1).tolist()))
     found = []
     for one, other in zip(clean.chunks(), edited.chunks(), strict=True):
         keep = one.position >= first[one.text]
@@ -180,6 +181,7 @@ def text_nll(
     """
     plan, end = _plan(model, texts, edits or {}, anatomy, max_tokens, encoding)
     first = _first_rows(plan, prompt_tokens, behind=1)
+    plan = replace(plan, prompt_tokens=tuple((first + 1).tolist()))
     found = []
     for chunk in plan.chunks():
         keep = (chunk.position >= first[chunk.text]) & chunk.has_target
