@@ -1,5 +1,6 @@
 """Push a model on purpose: edits of its activations, how they are found, what they cost."""
 
+from microtome.interventions.artefact import Artefact as Artefact
 from microtome.interventions.generation import Generated as Generated
 from microtome.interventions.generation import generate as generate
 from microtome.interventions.generation import stream as stream

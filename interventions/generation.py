@@ -1,7 +1,7 @@
 """Let a steered model write: `generate(model, prompts, steering)`, all at once, or `stream(...)` piece by piece.
 
-The model's own `generate` runs, with edits acting in every step; what is recorded beside the texts are the settings, the
-ledger, and, with `sites`, activations of the same call.
+The model's own `generate` runs, with edits acting in every step; what is recorded beside the texts are the settings,
+the ledger, and, with `sites`, activations of the same call.
 """
 
 import contextvars

@@ -80,7 +80,7 @@ class Ledger:
             )
 
     def by_text(self) -> pd.DataFrame:
-        """site, layer, name, step, text, fired, tokens, relative (mean), largest, effort (sum), before, after (means)."""
+        """A row per site, intervention, step and text; relative, before and after are means over tokens."""
         if not self._rows:
             columns = ["site", "layer", "name", "step", "text", "fired", *_SUMS[:2], "largest", *_SUMS[2:]]
             return pd.DataFrame({name: [] for name in columns})
