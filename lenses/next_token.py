@@ -10,7 +10,7 @@ per character or where both tokenize alike; and a continuation is tokenized apar
 a word otherwise than the two in one string would be.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,28 +140,82 @@ def next_token_kl(
     """
     if not edits:
         raise ValueError("No edits: the two distributions would be the same. Give {site: function}.")
-    clean, end = _plan(model, texts, {}, anatomy, max_tokens, encoding)
-    edited, _ = _plan(model, texts, edits, clean.anatomy, max_tokens, encoding)
-    first = _first_rows(clean, prompt_tokens, behind=0)
-    edited = replace(edited, prompt_tokens=tuple((first + 1).tolist()))
-    found = []
-    for one, other in zip(clean.chunks(), edited.chunks(), strict=True):
-        keep = one.position >= first[one.text]
-        p, q = (_normed(chunk, clean.sites[0], end)[keep] for chunk in (one, other))
-        s = vocabulary_statistics(q[None], **_end(end), final=p, targets=one.targets[keep], top=1)
-        found.append(
-            {
-                **_rows(one, keep),
-                "kl": s.kl[0],
-                "kl_reverse": s.kl_reverse[0],
-                "agrees": s.agrees[0],
-                "clean_entropy": s.final_entropy,
-                "edited_entropy": s.entropy[0],
-                "clean_nll": -s.final_target_log_prob,
-                "edited_nll": -s.target_log_prob[0],
-            }
-        )
-    return NextTokenKl(**_in_order(found))
+    clean = CleanTexts.of(
+        model, texts, prompt_tokens=prompt_tokens, anatomy=anatomy, max_tokens=max_tokens, keep=False, **encoding
+    )
+    return clean.kl(edits)
+
+
+@dataclass(frozen=True, eq=False)
+class CleanTexts:
+    """Texts that several edits are measured on: what the clean model makes of them is computed once.
+
+    Attributes:
+        plan: the pass; end: the unembedding.
+        first: the first position of each text that counts.
+        kept: final states by batch, filled by the first measurement; 4 bytes x tokens x width. None keeps nothing.
+    """
+
+    plan: CorpusPass
+    end: Unembedding
+    first: Int64[Tensor, " text"]
+    kept: dict[int, Tensor] | None
+
+    __repr__ = short_repr
+
+    @classmethod
+    def of(
+        cls,
+        model: LoadedModel | nn.Module,
+        texts: Any,
+        *,
+        prompt_tokens: int | Sequence[int] = 1,
+        anatomy: Anatomy | None = None,
+        max_tokens: int = MAX_TOKENS,
+        keep: bool = True,
+        **encoding: Any,
+    ) -> "CleanTexts":
+        """Arguments and errors as `next_token_kl`; keep: hold the clean states for further edits."""
+        plan, end = _plan(model, texts, {}, anatomy, max_tokens, encoding)
+        first = _first_rows(plan, prompt_tokens, behind=0)
+        plan = replace(plan, prompt_tokens=tuple((first + 1).tolist()))
+        return cls(plan, end, first, {} if keep else None)
+
+    def _clean(self) -> Iterator[Tensor]:
+        if self.kept is not None and len(self.kept) == len(self.plan.batches):
+            yield from (self.kept[number] for number in range(len(self.plan.batches)))
+            return
+        for chunk in self.plan.chunks():
+            states = _normed(chunk, self.plan.sites[0], self.end)
+            if self.kept is not None:
+                self.kept[chunk.number] = states
+            yield states
+
+    def kl(self, edits: Edits) -> NextTokenKl:
+        """Clean against edited. Raises ValueError for no edit or one at `logits`, KeyError for an unknown site."""
+        if not edits:
+            raise ValueError("No edits: the two distributions would be the same. Give {site: function}.")
+        _refuse_logits(edits, self.plan.anatomy)
+        found = []
+        for clean, other in zip(self._clean(), replace(self.plan, edits=edits).chunks(), strict=True):
+            found.append(self._rows(clean, other))
+        return NextTokenKl(**_in_order(found))
+
+    def _rows(self, clean: Tensor, other: Chunk) -> dict[str, Tensor]:
+        end = self.end
+        keep = other.position >= self.first[other.text]
+        p, q = clean[keep], _normed(other, self.plan.sites[0], end)[keep]
+        s = vocabulary_statistics(q[None], **_end(end), final=p, targets=other.targets[keep], top=1)
+        return {
+            **_rows(other, keep),
+            "kl": s.kl[0],
+            "kl_reverse": s.kl_reverse[0],
+            "agrees": s.agrees[0],
+            "clean_entropy": s.final_entropy,
+            "edited_entropy": s.entropy[0],
+            "clean_nll": -s.final_target_log_prob,
+            "edited_nll": -s.target_log_prob[0],
+        }
 
 
 def text_nll(
@@ -254,12 +308,17 @@ def _plan(
     """A pass that reads what the unembedding reads: the final norm's output, edits of the norm included."""
     if anatomy is None:
         anatomy = dissect(model.module if isinstance(model, LoadedModel) else model)
-    if any(site.kind == "logits" for name in edits for site in anatomy.expand(name)):
-        raise ValueError("An edit at logits changes no state that an unembedding reads. Edit final_norm instead.")
+    _refuse_logits(edits, anatomy)
     end = unembedding_of(model, anatomy)
     site = "final_norm" if anatomy.final_norm is not None else f"resid_post.{anatomy.layers - 1}"
     plan = corpus_pass(model, texts, site, anatomy=anatomy, edits=edits, max_tokens=max_tokens, **encoding)
     return plan, end
+
+
+def _refuse_logits(edits: Edits, anatomy: Anatomy) -> None:
+    """Raise ValueError for an edit that comes after what is read."""
+    if any(site.kind == "logits" for name in edits for site in anatomy.expand(name)):
+        raise ValueError("An edit at logits changes no state that an unembedding reads. Edit final_norm instead.")
 
 
 def _normed(chunk: Chunk, site: Site, end: Unembedding) -> Float[Tensor, "row d_model"]:
