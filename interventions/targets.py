@@ -115,7 +115,7 @@ class AttributeWords:
     wanted: tuple[int, ...]
     unwanted: tuple[int, ...]
     stem: str = ""
-    name: str = "words"
+    name: str = "word_odds"
     sites: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self):
@@ -130,7 +130,7 @@ class AttributeWords:
         unwanted: Sequence[str],
         *,
         stem: str = ". It was",
-        name: str = "words",
+        name: str = "word_odds",
     ) -> "AttributeWords":
         """From words; each stands for its first token behind a space.
 

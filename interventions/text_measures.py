@@ -34,13 +34,13 @@ def longest_loop(words: Sequence[object]) -> int:
 
 
 def text_measures(completions: Sequence[str]) -> pd.DataFrame:
-    """A row per text: words, empty, distinct_1, distinct_2, distinct_3, repetition (of 3-grams), loop (words)."""
+    """A row per text: n_words, empty, distinct_1, distinct_2, distinct_3, repetition (of 3-grams), loop (words)."""
     rows = []
     for text in completions:
         words = text.lower().split()
         rows.append(
             {
-                "words": len(words),
+                "n_words": len(words),
                 "empty": not words,
                 **{f"distinct_{n}": distinct(words, n) for n in (1, 2, 3)},
                 "repetition": 1 - distinct(words, 3),

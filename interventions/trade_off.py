@@ -1,0 +1,109 @@
+"""What a method gives for what it costs: curves of target against side effect, compared pair by pair.
+
+Two methods are compared at equal side effect: each method's curve is interpolated linearly between its strengths
+(through the unsteered model at 0), prompt by prompt, and the difference of the means has a bootstrap interval in which
+the same prompts and passages are drawn for both.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from microtome.interventions.evaluation import DRAWS, EvaluationRecord, mean_interval
+from microtome.lenses.documents import document_draws
+
+
+def trade_off_table(records: Sequence[EvaluationRecord], base: EvaluationRecord, *, seed: int = 0) -> pd.DataFrame:
+    """The records' rows, with each target's paired difference from the unsteered model and its interval."""
+    frames = []
+    for record in [base, *(r for r in records if r.name != base.name)]:
+        frame = record.to_frame(seed=seed)
+        for name in record.targets:
+            gain = record.texts[name].to_numpy() - base.texts[name].to_numpy()
+            mean, low, high = mean_interval(gain, seed=seed)
+            frame[[f"{name}_gain", f"{name}_gain_low", f"{name}_gain_high"]] = [mean, low, high]
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)
+
+
+def gain_at(
+    curve: Sequence[EvaluationRecord], base: EvaluationRecord, target: str, limit: float, counts: np.ndarray
+) -> np.ndarray:
+    """Mean gain of a method where its KL is `limit`, for each draw of prompts; NaN where the curve never gets there.
+
+    counts: how often each prompt counts, [draw, prompt].
+    """
+    ordered = sorted(curve, key=lambda record: record.kl)
+    kl = np.array([0.0, *(record.kl for record in ordered)])
+    clean = base.texts[target].to_numpy()
+    gains = np.stack([np.zeros(len(clean)), *(record.texts[target].to_numpy() - clean for record in ordered)])
+    known = ~np.isnan(gains)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = (counts @ np.nan_to_num(gains).T) / (counts @ known.T.astype(float))
+    if limit > kl[-1]:
+        return np.full(len(counts), np.nan)
+    above = int(np.searchsorted(kl, limit))
+    if above == 0:
+        return means[:, 0]
+    share = (limit - kl[above - 1]) / max(kl[above] - kl[above - 1], 1e-12)
+    return (1 - share) * means[:, above - 1] + share * means[:, above]
+
+
+def compare_at(
+    curves: Mapping[str, Sequence[EvaluationRecord]],
+    base: EvaluationRecord,
+    target: str,
+    limit: float,
+    *,
+    reference: str | None = None,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Gain of every method at one KL, and its paired difference from the reference method.
+
+    Returns:
+        method, gain, gain_low, gain_high, difference, difference_low, difference_high; NaN where a method's curve does
+        not reach the limit.
+
+    Raises:
+        KeyError: a reference that is no method.
+    """
+    if reference is not None and reference not in curves:
+        raise KeyError(f"reference={reference!r} is no method here: {', '.join(curves)}.")
+    n = len(base.texts)
+    counts = document_draws(n, draws, seed)
+    once = np.ones((1, n))
+    drawn = {name: gain_at(curve, base, target, limit, counts) for name, curve in curves.items()}
+    whole = {name: gain_at(curve, base, target, limit, once)[0] for name, curve in curves.items()}
+    rows = []
+    for name in curves:
+        row = {"method": name, "gain": whole[name]}
+        row["gain_low"], row["gain_high"] = _interval(drawn[name])
+        if reference is not None:
+            row["difference"] = whole[name] - whole[reference]
+            row["difference_low"], row["difference_high"] = _interval(drawn[name] - drawn[reference])
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _interval(values: np.ndarray) -> tuple[float, float]:
+    if np.isnan(values).all():
+        return (np.nan, np.nan)
+    low, high = np.nanquantile(values, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def best_within(records: Sequence[EvaluationRecord], target: str, limit: float) -> EvaluationRecord:
+    """The record of the highest mean target among those whose KL is at most the limit: for a development split.
+
+    Raises ValueError if none is within it.
+    """
+    within = [record for record in records if record.kl <= limit]
+    if not within:
+        least = min(records, key=lambda record: record.kl)
+        raise ValueError(
+            f"No condition has a KL of {limit:g} or less; {least.name} comes nearest with {least.kl:.3g}. Try weaker "
+            "ones, or allow more."
+        )
+    return max(within, key=lambda record: float(record.texts[target].mean()))
