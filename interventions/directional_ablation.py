@@ -2,8 +2,8 @@
 
     x <- x - (r . x) r      at every block's input and at what attention and MLP add, all layers, all tokens
 
-The direction is chosen among candidates r[i, k] = mean z_k[i] of wanted texts - of unwanted ones, i over the last tokens
-of the prompt (those of the chat template), k over layers, by three numbers on validation prompts:
+The direction is chosen among candidates r[i, k] = mean z_k[i] of wanted texts - of unwanted ones, i over the last
+tokens of the prompt (those of the chat template), k over layers, by three numbers on validation prompts:
 
     ablated    mean score of wanted prompts under ablation of r (lowest is best)
     induced    mean score of unwanted prompts with r added at its layer; discarded if not above 0

@@ -3,8 +3,8 @@
     b_k = sum_h W_O[k, h] (alpha sigma theta)[k, h]
 
 The head form at all tokens and the bias form are the same function; a bias acts on the prompt too, so that it is not
-the head form at "generated". The shift is one of head space and has to go through W_O: added to the bias as it is, as one
-released weight editor does, it is another vector.
+the head form at "generated". The shift is one of head space and has to go through W_O: added to the bias as it is, as
+one released weight editor does, it is another vector.
 """
 
 import copy

@@ -4,7 +4,7 @@
 
 theta is the difference of class means at length 1 (or the probe's weights, or random), sigma the deviation of o . theta
 over the training rows. Heads are ranked by a probe's accuracy on inner folds of the training rows; nothing of the rows
-that the intervention is scored on enters ranking, theta, sigma, K or alpha. Groups (a question, a city) are never split.
+that the intervention is scored on enters ranking, theta, sigma, K or alpha. Groups (a question, a city) stay whole.
 
 NL-ITI (Hoscilowicz et al. 2024) ranks by a small network (`probe="mlp"`) on z averaged over the last tokens; its theta
 is the same difference of means.

@@ -3,8 +3,8 @@
     output += s sum_j b_j (a_j . input)
 
 For rank one, a is a direction that is read (its score is a probe of the module's input, with an AUROC of its own) and b
-one that is written: a steering vector whose strength the input decides. For a higher rank, s B A = U S V' is taken apart
-by singular values.
+one that is written: a steering vector whose strength the input decides. For a higher rank, s B A = U S V' is taken
+apart by singular values.
 """
 
 from dataclasses import dataclass

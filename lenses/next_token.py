@@ -191,13 +191,26 @@ class CleanTexts:
                 self.kept[chunk.number] = states
             yield states
 
+    def run(self) -> "CleanTexts":
+        """The clean pass now."""
+        for _ in self._clean():
+            pass
+        return self
+
     def kl(self, edits: Edits) -> NextTokenKl:
         """Clean against edited. Raises ValueError for no edit or one at `logits`, KeyError for an unknown site."""
         if not edits:
             raise ValueError("No edits: the two distributions would be the same. Give {site: function}.")
         _refuse_logits(edits, self.plan.anatomy)
+        return self.compared(edits)
+
+    def compared(self, edits: Edits | None = None) -> NextTokenKl:
+        """Clean against the model as it runs now, under whatever context is open, with or without edits.
+
+        Beware: the clean pass runs when it is first needed: call `run` before the context opens.
+        """
         found = []
-        for clean, other in zip(self._clean(), replace(self.plan, edits=edits).chunks(), strict=True):
+        for clean, other in zip(self._clean(), replace(self.plan, edits=edits or {}).chunks(), strict=True):
             found.append(self._rows(clean, other))
         return NextTokenKl(**_in_order(found))
 
