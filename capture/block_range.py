@@ -3,9 +3,9 @@
     loop of [a, b):  z_0 the stream entering block a,   z_{i+1} = (1 - w_i) z_i + w_i Phi(z_i),   block b reads z_n
 
 Phi is blocks a to b - 1 in order, with the arguments (masks, position embeddings) that each got in this forward.
-Every repeat keeps keys and values in cache slots of its own, so that a cached step is the step of one forward; a block that is
-left out leaves its slot empty, but for block 0, by whose slot transformers counts what a cache holds: it runs, and its
-result is dropped.
+Every repeat keeps keys and values in cache slots of its own, so that a cached step is the step of one forward; a
+block that is left out leaves its slot empty, but for block 0, by whose slot transformers counts what a cache holds:
+it runs, and its result is dropped.
 
 `forward` of those blocks is replaced while the context is open, for this thread alone. Taps inside the range act in
 every repeat; a tap at the range's last output sees only what leaves the loop.

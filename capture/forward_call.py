@@ -123,10 +123,9 @@ class ForwardCall:
 
     def _columns_before(self) -> int:
         """Columns that the cache holds when the call begins."""
-        for name in ("past_key_values", "cache_params"):
-            cache = self.arguments.get(name)
-            if cache is not None and hasattr(cache, "get_seq_length"):
-                return int(cache.get_seq_length())
+        for value in self.arguments.values():  # its name changes: past_key_values, cache, cache_params
+            if hasattr(value, "get_seq_length"):
+                return int(value.get_seq_length())
         mask, ids = self.arguments.get("attention_mask"), self.token_ids
         if isinstance(mask, Tensor) and mask.ndim == 2 and ids is not None:
             return max(mask.shape[1] - ids.shape[1], 0)

@@ -2,10 +2,10 @@
 
     lost = (accuracy - accuracy under ablation) / (accuracy - chance)
 
-The model classifies by itself: logit difference of two answer words after a prompt that holds the text; the threshold is
-set on development texts. The direction's coordinate is replaced by the data's mean (by kind of token), by another text's,
-or by 0, at all tokens or at chosen ones (commas), at one layer or all. Beside it random directions: of equal length, and
-of equal variance of projections, which is the fair comparison.
+The model classifies by itself: logit difference of two answer words after a prompt that holds the text; the threshold
+is set on development texts. The direction's coordinate is replaced by the data's mean (by kind of token), by another
+text's, or by 0, at all tokens or at chosen ones (commas), at one layer or all. Beside it random directions: of equal
+length, and of equal variance of projections, which is the fair comparison.
 Source: Tigges et al. 2023, "Linear Representations of Sentiment", section 4.
 """
 
@@ -77,7 +77,7 @@ def lost_interval(
     draws: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """Share lost with a 95 % bootstrap interval over groups; base and ablated are 1 where a text was classified right."""
+    """Share lost with a 95 % bootstrap interval over groups; base and ablated are 1 where a text was put right."""
     _, place = np.unique(np.asarray(list(groups), dtype=object).astype(str), return_inverse=True)
     counts = document_draws(int(place.max()) + 1, draws, seed)
     sizes, right, left = (np.bincount(place, weights=w) for w in (np.ones(len(place)), base, ablated))

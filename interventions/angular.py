@@ -6,8 +6,8 @@
 
 At theta = 0 the part in the plane points to the wanted class. The sign of b2 is fixed by the candidates: the mean of
 their coordinates along it is positive. The published edit is at the outputs of norms, which sublayers read; this one
-is at sites of the stream, and so changes what is handed on as well. Strength scales the turn: at w the angle goes the share
-w of the way to theta, so that 0 is the unsteered model and 1 the published edit.
+is at sites of the stream, and so changes what is handed on as well. Strength scales the turn: at w the angle goes the
+share w of the way to theta, so that 0 is the unsteered model and 1 the published edit.
 """
 
 import math

@@ -140,7 +140,7 @@ def head_shifts(
         raise ValueError(f"{n} texts, {len(label)} labels, {len(groups)} groups, {len(used)} in train: give one each.")
     if len(set(label[used].tolist())) < 2:
         raise ValueError("The training rows are of one class: a shift needs texts of both.")
-    z, y = rows.z[:, torch.from_numpy(used)], label[used]
+    z, y = rows.z[:, torch.tensor(used)], label[used]
     codes = group_codes([group for group, is_used in zip(groups, used, strict=True) if is_used], n_rows=len(y))
     accuracy = head_accuracy(z, y, codes, probe=probe, seed=seed)
     order = np.argsort(-accuracy, kind="stable")
@@ -164,7 +164,7 @@ def head_accuracy(
     """Accuracy of a probe at each head, on held-out inner folds that never split a group."""
     codes = groups if isinstance(groups, np.ndarray) else np.asarray(groups)
     test = grouped_folds(labels.astype(int), codes, folds=INNER_FOLDS, seed=seed)
-    train, y = torch.from_numpy(~test), torch.from_numpy(labels)[None]
+    train, y = torch.from_numpy(~test), torch.tensor(labels)[None]
     if probe == "logistic":
         decision = fit_logistic(z, y, train, [PENALTY]).decision(z)[:, 0, :, 0]
     else:
@@ -178,7 +178,7 @@ def head_directions(
     z: Float[Tensor, "head row d_head"], labels: Bool[np.ndarray, " row"], kind: Direction = "mean", *, seed: int = 0
 ) -> Float[Tensor, "head d_head"]:
     """theta of each head, at length 1; 0 for a head that holds the same for both classes."""
-    y = torch.from_numpy(labels)
+    y = torch.tensor(labels)
     if kind == "mean":
         found = z[:, y].double().mean(1) - z[:, ~y].double().mean(1)
     elif kind == "probe":

@@ -35,7 +35,10 @@ class Operation(Protocol):
     def directions(self) -> Float[Tensor, "direction d"] | None: ...
 
     def delta(
-        self, x: Float[Tensor, "batch token *head d"], weight: Float[Tensor, "batch token *ones 1"], at: EditContext
+        self,
+        x: Float[Tensor, "batch token *head d"],
+        weight: Float[Tensor, "batch token *ones 1"],
+        at: EditContext | None,
     ) -> Float[Tensor, "batch token *head d"]:
         """What is added to x; 0 where weight is 0."""
         ...
@@ -77,7 +80,7 @@ class Add:
         relative: in units of the stream's own norm at each token.
     """
 
-    vector: Float[Tensor, " d"]
+    vector: Tensor
     relative: bool = False
 
     def __post_init__(self):
@@ -91,7 +94,7 @@ class Add:
     def directions(self) -> Tensor:
         return _unit(self.vector)[None]
 
-    def delta(self, x: Tensor, weight: Tensor, at: EditContext) -> Tensor:
+    def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
         vector = _to(self.vector, x)
         if self.relative:
             weight = weight * torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -110,8 +113,8 @@ class Project:
         keep_norm: scale the result to the norm of x.
     """
 
-    basis: Float[Tensor, "*k d"]
-    values: Float[Tensor, " k"] | float | None = None
+    basis: Tensor
+    values: Tensor | float | None = None
     keep_norm: bool = False
 
     def __post_init__(self):
@@ -135,7 +138,7 @@ class Project:
     def directions(self) -> Tensor:
         return self.basis
 
-    def delta(self, x: Tensor, weight: Tensor, at: EditContext) -> Tensor:
+    def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
         basis = _to(self.basis, x)
         there = x @ basis.T
         gap = -there if self.values is None else _to(self.values, x) - there
@@ -152,10 +155,10 @@ class Affine:
         low, high: support by channel; None acts everywhere.
     """
 
-    gain: Float[Tensor, " d"]
-    bias: Float[Tensor, " d"]
-    low: Float[Tensor, " d"] | None = None
-    high: Float[Tensor, " d"] | None = None
+    gain: Tensor
+    bias: Tensor
+    low: Tensor | None = None
+    high: Tensor | None = None
 
     def __post_init__(self):
         for name in ("gain", "bias"):
@@ -176,7 +179,7 @@ class Affine:
     def directions(self) -> None:
         return None
 
-    def delta(self, x: Tensor, weight: Tensor, at: EditContext) -> Tensor:
+    def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
         change = (_to(self.gain, x) - 1) * x + _to(self.bias, x)
         if self.low is not None:
             change = torch.where(x >= _to(self.low, x), change, 0)
@@ -199,7 +202,7 @@ class Rotate:
         adaptive: only tokens with b1 . x > 0.
     """
 
-    plane: Float[Tensor, "2 d"]
+    plane: Tensor
     angle: float
     mode: Literal["to", "by"] = "to"
     adaptive: bool = False
@@ -225,7 +228,7 @@ class Rotate:
     def directions(self) -> Tensor:
         return self.plane
 
-    def delta(self, x: Tensor, weight: Tensor, at: EditContext) -> Tensor:
+    def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
         plane = _to(self.plane, x)
         there = x @ plane.T
         a, b = there[..., :1], there[..., 1:]
@@ -249,9 +252,9 @@ class Swap:
         basis: [k, d]: only this part is swapped, delta = w U'U (values - x). None swaps all.
     """
 
-    values: Float[Tensor, "text position *head d"]
+    values: Tensor
     held: Tensor | None = None
-    basis: Float[Tensor, "*k d"] | None = None
+    basis: Tensor | None = None
 
     def __post_init__(self):
         if self.basis is not None:
@@ -265,8 +268,8 @@ class Swap:
     def directions(self) -> Tensor | None:
         return self.basis
 
-    def delta(self, x: Tensor, weight: Tensor, at: EditContext) -> Tensor:
-        call = at.call
+    def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
+        call = None if at is None else at.call
         if call is None:
             raise ValueError("Swap needs to know texts and positions: use it through Steering.")
         texts, positions = call.texts[:, None].expand(x.shape[:2]), call.positions
@@ -296,9 +299,9 @@ class Feedback:
         cap: largest |delta| in units of |x|.
     """
 
-    read: Float[Tensor, "*k d"]
-    write: Float[Tensor, "*k d"]
-    setpoint: Float[Tensor, " k"] | float
+    read: Tensor
+    write: Tensor
+    setpoint: Tensor | float
     one_sided: bool = False
     cap: float | None = None
 
@@ -322,7 +325,7 @@ class Feedback:
     def directions(self) -> Tensor:
         return self.read
 
-    def delta(self, x: Tensor, weight: Tensor, at: EditContext) -> Tensor:
+    def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
         setpoint = _to(torch.as_tensor(self.setpoint), x)
         delta = feedback_delta(
             x, _to(self.read, x), _to(self.write, x), setpoint, _over_heads(weight, x, 1), one_sided=self.one_sided
@@ -338,7 +341,8 @@ class Function:
     width: int | None = None
     directions: Tensor | None = None
 
-    def delta(self, x: Tensor, weight: Tensor, at: EditContext) -> Tensor:
+    def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
+        assert at is not None
         return weight * self.function(x, at)
 
 

@@ -105,7 +105,7 @@ def patch_of(
     """
     named = [str(site) for site in anatomy_of(model).expand([sites] if isinstance(sites, str) else list(sites))]
     acts = capture(model, pairs.clean, named, "all", add_special_tokens=False, progress=False)
-    text, position = (torch.from_numpy(acts.rows[name].to_numpy()) for name in ("text", "position"))
+    text, position = (torch.tensor(acts.rows[name].to_numpy()) for name in ("text", "position"))
     longest = int(position.max()) + 1
     found = []
     for site in named:
