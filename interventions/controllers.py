@@ -23,10 +23,10 @@ from tqdm.auto import tqdm
 from microtome.capture.collect import capture
 from microtome.capture.live_taps import EditContext
 from microtome.capture.models import LoadedModel
-from microtome.capture.sites import Site
 from microtome.interventions.artefact import Artefact, made_on
 from microtome.interventions.operations import Add
 from microtome.interventions.positions import Positions
+from microtome.interventions.site_order import require_order
 from microtome.interventions.steering import Intervention, Steering, Strength
 
 
@@ -114,9 +114,7 @@ def controlled(
     """
     if means.operation != "add" or means.offset is None:
         raise ValueError(f"{means} has no offsets: make it with contrast(..., method='mean').")
-    layers = [layer for layer in means.layers if layer is not None]
-    if layers != sorted(layers):
-        raise ValueError(f"layers {layers} are not in order of depth, over which the controller adds up.")
+    require_order(means.sites)
     means.steering(model)  # refuses another model, site or width
     law = Controller(kp, ki, kd, windup, one_sided)
     name = "PID" if kd else "PI" if ki else "P"
@@ -149,17 +147,17 @@ def open_loop(
 
     One pass over the unwanted texts per site. The default gains are those of the paper's jailbreaks.
 
-    Raises ValueError for no texts of a side.
+    Raises ValueError for no texts of a side, and for sites that are not in order of depth.
     """
     if not len(wanted) or not len(unwanted):
         raise ValueError(f"{len(wanted)} wanted and {len(unwanted)} unwanted texts: a difference needs both.")
-    places = [str(Site.parse(site)) for site in sites]
+    places = require_order(sites)
     aims = capture(model, list(wanted), places, extraction, progress=False, **options)
     vectors: list[Tensor] = []
     total: Tensor | None = None
     last: Tensor | None = None
     for site in tqdm(places, desc="layers", disable=not progress):
-        done = [Intervention(p, Add(v), "last") for p, v in zip(places, vectors, strict=False) if bool(v.any())]
+        done = [Intervention(p, Add(v), positions) for p, v in zip(places, vectors, strict=False) if bool(v.any())]
         edits = Steering(done).edits(model) if done else {}
         held = capture(model, list(unwanted), [site], extraction, edits=edits, progress=False, **options)
         gap = aims[site].double().mean(0) - held[site].double().mean(0)
@@ -169,7 +167,7 @@ def open_loop(
         last = gap
     return Artefact(
         "add",
-        tuple(places),
+        places,
         {"vector": torch.stack(vectors)},
         method="PID-AcT",
         positive=names[0],

@@ -23,10 +23,10 @@ from tqdm.auto import tqdm
 
 from microtome.capture.collect import capture
 from microtome.capture.models import LoadedModel
-from microtome.capture.sites import Site
 from microtome.interventions.artefact import Artefact, made_on
 from microtome.interventions.operations import Affine
 from microtome.interventions.positions import Positions
+from microtome.interventions.site_order import require_order
 from microtome.interventions.steering import Intervention, Steering, anatomy_of
 
 Kind = Literal["linear", "mean", "gaussian"]
@@ -57,12 +57,14 @@ def channel_map(
 
     Args:
         source, target: samples of the unwanted and the wanted texts; of unequal numbers, the larger is resampled at the
-            smaller one's quantiles.
+            smaller one's quantiles for the slope. Means are those of all rows.
         quantile: share of the source beyond either end of its support; 0 takes its smallest and largest value.
 
     Raises:
-        ValueError: an unknown kind, fewer than two rows, rows that are not finite.
+        ValueError: an unknown kind, fewer than two rows, rows that are not finite, a quantile outside [0, 0.5).
     """
+    if not 0 <= quantile < 0.5:
+        raise ValueError(f"quantile={quantile}: give a share from 0 to below 0.5.")
     if kind not in ("linear", "mean", "gaussian"):
         raise ValueError(f"kind={kind!r}: give 'linear', 'mean' or 'gaussian'.")
     a, b = source.detach().double(), target.detach().double()
@@ -78,9 +80,8 @@ def channel_map(
         n = min(len(a), len(b))
         shares = (torch.arange(n, dtype=torch.float64) + 0.5) / n
         one, other = (_at_quantiles(x.sort(dim=0).values, shares) for x in (a, b))
-        centre, aim = one.mean(0), other.mean(0)
-        variance = (one - centre).square().mean(0)
-        covariance = ((one - centre) * (other - aim)).mean(0)
+        one, other = one - one.mean(0), other - other.mean(0)
+        variance, covariance = one.square().mean(0), (one * other).mean(0)
         gain = torch.where(variance > 1e-16 * (1 + centre.square()), covariance / variance.clamp_min(1e-300), 1.0)
     ends = torch.tensor([quantile, 1 - quantile], dtype=torch.float64)
     low, high = torch.quantile(a, ends, dim=0) if quantile else (a.amin(0), a.amax(0))
@@ -130,10 +131,7 @@ def transport_maps(
         raise ValueError(f"order={order!r}: give 'incremental' or 'at once'.")
     if not len(wanted) or not len(unwanted):
         raise ValueError(f"{len(wanted)} wanted and {len(unwanted)} unwanted texts: a map needs both.")
-    places = [str(Site.parse(site)) for site in sites]
-    layers = [Site.parse(site).layer or 0 for site in places]
-    if layers != sorted(layers):
-        raise ValueError(f"sites {', '.join(places)} are not in order of depth.")
+    places = require_order(sites)
     anatomy_of(model).expand(places)
     target = capture(model, list(wanted), places, extraction, progress=False, **options)
     source = None
@@ -142,7 +140,7 @@ def transport_maps(
     maps: list[ChannelMap] = []
     for number, site in enumerate(tqdm(places, desc="maps", disable=not progress)):
         if source is None:
-            before = Steering(_interventions(places[:number], maps, kind)).edits(model) if maps else {}
+            before = Steering(_interventions(places[:number], maps, kind, positions)).edits(model) if maps else {}
             held = capture(model, list(unwanted), [site], extraction, edits=before, progress=False, **options)
         else:
             held = source
@@ -152,7 +150,7 @@ def transport_maps(
         tensors |= {"low": torch.stack([m.low for m in maps]), "high": torch.stack([m.high for m in maps])}
     return Artefact(
         "affine",
-        tuple(places),
+        places,
         tensors,
         method=f"{kind.capitalize()}-AcT",
         positive=names[0],
@@ -164,11 +162,13 @@ def transport_maps(
     )
 
 
-def _interventions(sites: Sequence[str], maps: Sequence[ChannelMap], kind: Kind) -> list[Intervention]:
+def _interventions(
+    sites: Sequence[str], maps: Sequence[ChannelMap], kind: Kind, positions: Positions
+) -> list[Intervention]:
     found = []
     for site, one in zip(sites, maps, strict=True):
         ends = {} if kind == "mean" else {"low": one.low, "high": one.high}
-        found.append(Intervention(site, Affine(one.gain, one.bias, **ends), "all"))
+        found.append(Intervention(site, Affine(one.gain, one.bias, **ends), positions))
     return found
 
 
