@@ -12,6 +12,7 @@ share w of the way to theta, so that 0 is the unsteered model and 1 the publishe
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -22,22 +23,28 @@ from microtome.interventions.artefact import Artefact, made_on
 from microtome.interventions.contrast import ContrastRows
 from microtome.interventions.positions import Positions
 
+LEAST_SINE = 1e-6  # of the angle between candidates; below it their plane would be one of rounding
+
 
 def steering_plane(candidates: Float[Tensor, "candidate d"]) -> tuple[Float[Tensor, "2 d"], int]:
     """b1 and b2, and the number of the candidate that b1 is.
 
-    Raises ValueError for fewer than two candidates, or ones that all lie on one line.
+    Raises ValueError for fewer than two candidates, one that is zero, or ones that all lie on one line.
     """
     if len(candidates) < 2:
         raise ValueError(f"{len(candidates)} candidate: a plane needs two directions at least. Give more sites.")
     units = candidates.double()
-    units = units / units.norm(dim=1, keepdim=True)
+    sizes = units.norm(dim=1, keepdim=True)
+    if not bool(torch.isfinite(units).all() and (sizes > 0).all()):
+        raise ValueError("A candidate is zero or not finite: the two sets read the same there. Give other sites.")
+    units = units / sizes
     cosines = units @ units.T
     chosen = int((cosines.sum(1) - 1).argmax())
     first = units[chosen]
+    outside = units - (units @ first)[:, None] * first
     component = torch.linalg.svd(units - units.mean(0), full_matrices=False).Vh[0]
     second = component - (component @ first) * first
-    if float(second.norm()) < 1e-6:
+    if float(outside.norm(dim=1).max()) < LEAST_SINE or float(second.norm()) < LEAST_SINE:
         raise ValueError("All candidates lie on one line: there is no plane. Give directions of several depths.")
     second = second / second.norm()
     if float((units @ second).mean()) < 0:
@@ -64,6 +71,9 @@ def angular(
         angle: degrees from b1 towards b2; 180 points away from the wanted class.
         adaptive: only tokens with b1 . x > 0.
         relative: turn by the angle in place of to it.
+
+    Raises:
+        ValueError: what `steering_plane` refuses.
     """
     candidates = torch.stack(
         [(x[rows.wanted].double().mean(0) - x[~rows.wanted].double().mean(0)) for x in rows.activations.values()]
@@ -82,3 +92,22 @@ def angular(
         counts=rows.counts,
         facts=made_on(model, plane_of=rows.sites[chosen], degrees=angle),
     )
+
+
+def angle_sweep(artefact: Artefact, angles: Sequence[float | int]) -> dict[float, Artefact]:
+    """The same plane at other angles (degrees), by angle; the published sweep is `range(0, 360, 10)`.
+
+    Raises ValueError for an artefact that does not rotate, and for no angles.
+    """
+    if artefact.operation != "rotate":
+        raise ValueError(f"{artefact} does not rotate. Give one of `angular`.")
+    if not len(angles):
+        raise ValueError("No angles: give at least one, in degrees.")
+    return {
+        float(angle): replace(
+            artefact,
+            options={**artefact.options, "angle": math.radians(angle)},
+            facts={**artefact.facts, "degrees": float(angle)},
+        )
+        for angle in angles
+    }

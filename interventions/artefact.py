@@ -205,7 +205,7 @@ class Artefact:
         )
         named = {k.removeprefix("operation."): v for k, v in tensors.items() if k.startswith("operation.")}
         said["positions"] = _positions_read(said["positions"])
-        said["counts"] = tuple(said["counts"])
+        said["sites"], said["counts"] = tuple(said["sites"]), tuple(said["counts"])
         return cls(tensors=named, raw_norm=tensors.get("raw_norm"), offset=tensors.get("offset"), **said)
 
 
