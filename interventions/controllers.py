@@ -11,6 +11,7 @@ The sum is over the layers of one forward, by token, clamped to `windup` setpoin
 steered so far; a constant vector per layer results.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +47,22 @@ class Controller:
     windup: float = 10.0
     one_sided: bool = False
 
+    def __post_init__(self):
+        if not all(map(math.isfinite, (self.kp, self.ki, self.kd))) or not self.windup > 0:
+            raise ValueError(f"{self}: give gains that are finite numbers, and a windup above 0.")
+
     def at(self, direction: Float[Tensor, " d"], setpoint: float, gap: float) -> "ControlledLayer":
-        """The operation of one layer. gap: distance of the classes there, the unit of `windup`."""
-        return ControlledLayer(self, direction / direction.norm(), setpoint, gap)
+        """The operation of one layer. gap: distance of the classes there, the unit of `windup`.
+
+        Raises ValueError for a direction of zero, a setpoint that is no number, a gap that is not above 0.
+        """
+        size = float(direction.norm())
+        if not (math.isfinite(size) and size > 0 and math.isfinite(setpoint) and gap > 0):
+            raise ValueError(
+                f"direction of length {size:g}, setpoint={setpoint:g}, gap={gap:g}: give a direction that is not zero, "
+                "a number, and a gap above 0. A direction of zero is that of two equal sets of texts."
+            )
+        return ControlledLayer(self, direction / size, setpoint, gap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +84,7 @@ class ControlledLayer:
         """For the ledger."""
         return self.direction[None]
 
-    def delta(self, x: Tensor, weight: Tensor, at: EditContext) -> Tensor:
+    def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
         """u at every token; 0 where weight is 0."""
         law, direction = self.controller, self.direction.to(x)
         gap = self.setpoint - x @ direction
@@ -78,11 +92,12 @@ class ControlledLayer:
             gap = gap.clamp_min(0)
         push = law.kp * gap
         if law.ki or law.kd:
-            if at.call is None:
+            call = None if at is None else at.call
+            if call is None:
                 raise ValueError("A controller with memory acts through Steering, which knows the running forward.")
-            total, last = at.call.scratch.get(law, (torch.zeros_like(gap), gap))
+            total, last = call.scratch.get(law, (torch.zeros_like(gap), gap))
             total = (total + gap).clamp(-law.windup * self.gap, law.windup * self.gap)
-            at.call.scratch[law] = (total, gap)
+            call.scratch[law] = (total, gap)
             push = push + law.ki * total + law.kd * (gap - last)
         return weight * push[..., None] * direction
 
@@ -110,11 +125,14 @@ def controlled(
         strength: multiplies what is added.
 
     Raises:
-        ValueError: an artefact without offsets, another model, sites that are not in order of depth.
+        ValueError: an artefact without offsets, another model, sites that are not in order of depth, gains or a level
+            that are no numbers.
     """
     if means.operation != "add" or means.offset is None:
         raise ValueError(f"{means} has no offsets: make it with contrast(..., method='mean').")
     require_order(means.sites)
+    if not math.isfinite(level):
+        raise ValueError(f"level={level}: give a number; 0 is a typical unwanted and 1 a typical wanted text.")
     means.steering(model)  # refuses another model, site or width
     law = Controller(kp, ki, kd, windup, one_sided)
     name = "PID" if kd else "PI" if ki else "P"
