@@ -1,6 +1,8 @@
 """Two ways of steering at the same effort: the strength at which one pushes as hard as the other.
 
 effort = sum over layers of |delta|^2, per token on which the edit acts, on given texts (no generation)
+
+Where layers act at different tokens, all is per token of the site that acts at most of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,14 +49,15 @@ def strength_for_effort(
     """The strength at which `steer(strength)` has the wanted effort, by bracketing and bisection.
 
     Raises:
-        ValueError: an effort that is not above 0, or one that no strength tried reaches.
+        ValueError: an effort, start or tolerance that is not above 0; an effort that no strength tried reaches, or that
+            jumps over the wanted one.
     """
     if not wanted > 0:
         raise ValueError(f"wanted={wanted}: give an effort above 0.")
-    low, high = 0.0, None
-    size, tries = start, 0
-    while tries < most:
-        tries += 1
+    if not start > 0 or not tolerance > 0 or most < 1:
+        raise ValueError(f"start={start}, tolerance={tolerance}, most={most}: give numbers above 0.")
+    low, high, size, found = 0.0, None, start, 0.0
+    for _ in range(most):
         found = effort_of(model, steer(size), texts)
         if abs(found - wanted) <= tolerance * wanted:
             return size
@@ -63,4 +66,9 @@ def strength_for_effort(
         else:
             high = size
         size = 2 * size if high is None else (low + high) / 2
-    raise ValueError(f"No strength up to {size:g} has an effort of {wanted:g}; the last one had {found:g}.")
+    if high is None:
+        raise ValueError(f"No strength up to {low:g} has an effort of {wanted:g}; that one had {found:g}.")
+    raise ValueError(
+        f"Between strengths {low:g} and {high:g} the effort jumps over {wanted:g}, or {most} tries are too few for a "
+        f"tolerance of {tolerance:g}; the last one had {found:g}. Give a larger tolerance or more tries."
+    )
