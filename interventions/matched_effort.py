@@ -42,6 +42,7 @@ def strength_for_effort(
     model: LoadedModel,
     texts: Sequence[str],
     *,
+    prompt_tokens: int = 1,
     start: float = 1.0,
     tolerance: float = 0.02,
     most: int = 24,
@@ -58,7 +59,7 @@ def strength_for_effort(
         raise ValueError(f"start={start}, tolerance={tolerance}, most={most}: give numbers above 0.")
     low, high, size, found = 0.0, None, start, 0.0
     for _ in range(most):
-        found = effort_of(model, steer(size), texts)
+        found = effort_of(model, steer(size), texts, prompt_tokens=prompt_tokens)
         if abs(found - wanted) <= tolerance * wanted:
             return size
         if found < wanted:

@@ -86,3 +86,15 @@ def test_what_cannot_be_reached_is_said(llama):
 
     with pytest.raises(ValueError, match="jumps"):
         strength_for_effort(jumps, 5.0, llama, TEXTS, most=12)
+
+
+def test_tokens_in_front_of_the_continuation_are_left_out(llama):
+    """A projection's effort differs from token to token; strength goes with its root."""
+
+    def steer(strength: float) -> Steering:
+        return Steering(Intervention(SITES[0], Project(noise(32)), "generated", strength))
+
+    first, third = (effort_of(llama, steer(1.0), TEXTS, prompt_tokens=n) for n in (1, 3))
+    assert first != pytest.approx(third, rel=1e-3)
+    found = strength_for_effort(steer, third / 4, llama, TEXTS, prompt_tokens=3, tolerance=1e-3)
+    assert found == pytest.approx(0.5, rel=1e-3)
