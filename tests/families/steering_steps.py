@@ -32,9 +32,7 @@ def step_logits(
         for step in range(STEPS):
             fed = rows if past is None else rows[:, -1:]
             places = (mask.cumsum(1) - 1).clamp_min(0)[:, -fed.shape[1] :]
-            out = model.module(
-                input_ids=fed, attention_mask=mask, position_ids=places, cache=past, use_cache=use_cache
-            )
+            out = model.module(input_ids=fed, attention_mask=mask, position_ids=places, cache=past, use_cache=use_cache)
             past = out.past_key_values if use_cache else None
             found.append(out.logits[:, -1].clone())
             rows = torch.cat([rows, torch.full((len(ids), 1), 5 + step)], 1)
