@@ -128,7 +128,6 @@ def evaluation(split: str = "test") -> Evaluation:
         [probe(), VaderScore(), word_odds()],
         task().neutral if split == "test" else dev_passages(),
         Generation(max_new_tokens=TOKENS),
-        cache=FOLDER / split,
     )
 
 
@@ -152,12 +151,13 @@ def dev_kl(steering: Steering) -> float:
 
 def record(name: str, steer: Callable[[], Steering | None], split: str = "test", **more: object) -> EvaluationRecord:
     """One condition; nothing is fitted where it is there already."""
-    folder = FOLDER / split / name
+    folder = FOLDER / split / name.replace(" ", "_")
     if (folder / "record.json").is_file():
         return EvaluationRecord.load(folder)
     begun = time.perf_counter()
     prompts = more.pop("prompts", None)
     found = evaluation(split).run(name, steer(), prompts=prompts, facts=more)  # pyright: ignore[reportArgumentType]
+    found.save(folder)
     print(f"[{time.perf_counter() - begun:4.0f} s] {found!r}", flush=True)
     return found
 

@@ -5,6 +5,7 @@ from microtome.figures.attribution_bars import attribution_heads as attribution_
 from microtome.figures.attribution_bars import attribution_tokens as attribution_tokens
 from microtome.figures.carried_features import carried_features as carried_features
 from microtome.figures.cosine_matrix import cosine_matrix as cosine_matrix
+from microtome.figures.dose_response import dose_response as dose_response
 from microtome.figures.growth_curve import growth_curve as growth_curve
 from microtome.figures.head_map import head_map as head_map
 from microtome.figures.head_roles import head_role_grid as head_role_grid
@@ -21,6 +22,7 @@ from microtome.figures.reliability import reliability_curve as reliability_curve
 from microtome.figures.report import Section as Section
 from microtome.figures.report import html_report as html_report
 from microtome.figures.splice_bars import splice_bars as splice_bars
+from microtome.figures.trade_off_curves import trade_off_curves as trade_off_curves
 from microtome.figures.transfer_matrix import transfer_matrix as transfer_matrix
 from microtome.figures.transport_curves import distance_curves as distance_curves
 from microtome.figures.transport_curves import efficiency_curves as efficiency_curves
