@@ -206,7 +206,7 @@ class _AtSite:
                 self.ledger.add(self.site, one.name, call, now, delta, mask, one.operation.directions)
             total = delta if total is None else total + delta
         if total is None:
-            return value.new_zeros(())
+            return value.new_zeros((1,) * value.ndim)
         return total if total.dtype == value.dtype else total.to(value.dtype)
 
 

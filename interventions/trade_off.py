@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from microtome.interventions.evaluation import DRAWS, EvaluationRecord, mean_interval
+from microtome.interventions.evaluation_record import DRAWS, EvaluationRecord, mean_interval
 from microtome.lenses.documents import document_draws
 
 
