@@ -17,6 +17,7 @@ from microtome.app.heads_commands import add_heads
 from microtome.app.lens_commands import lens
 from microtome.app.probe_config import ProbeConfig, given_columns
 from microtome.app.settings_file import as_yaml, holds_setting, read_settings
+from microtome.app.steer_commands import steer
 from microtome.app.transport_commands import transport
 from microtome.app.user_errors import user_errors
 
@@ -32,6 +33,7 @@ data = typer.Typer(no_args_is_help=True)
 store = typer.Typer(no_args_is_help=True)
 app.command("lens")(lens)
 app.command("transport")(transport)
+app.command("steer")(steer)
 app.add_typer(models, name="models", help="What models there are, and what is known of one.")
 app.add_typer(data, name="data", help="Labelled data sets from registry packages.")
 app.add_typer(store, name="store", help="Folders of kept activations.")

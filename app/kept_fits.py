@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pandas as pd
+
 from microtome.app.run_folder import RunFolder
 from microtome.capture.models import LoadedModel
 from microtome.data.replaced_file import replaced_file
@@ -49,6 +51,17 @@ def made_once(
             return make(model)
         finally:
             _remove_unused(folder.kept)
+
+
+def kept_table(folder: Path, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """A table that is made once, and read from the folder after that."""
+    file = folder / f"{name}.parquet"
+    if not file.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        table = make()
+        with replaced_file(file) as scratch:
+            table.to_parquet(scratch)
+    return pd.read_parquet(file)
 
 
 def _require_same_fits(kept: Path, settings: dict) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from microtome.app.steer_run import SteerRun
 
 _FIELDS = SteerConfig.model_fields
-_LISTS = ("methods", "strengths")
+_LISTS = ("methods", "strengths", "wanted", "unwanted")
 
 
 def _option(name: str, flag: str | None = None) -> typer.models.OptionInfo:
@@ -46,6 +46,9 @@ def steer(
     prompt_file: Annotated[Path | None, _option("prompt_file")] = None,
     words: Annotated[int | None, _option("words")] = None,
     tokens: Annotated[int | None, _option("tokens")] = None,
+    wanted: Annotated[list[str] | None, _option("wanted")] = None,
+    unwanted: Annotated[list[str] | None, _option("unwanted")] = None,
+    neutral_file: Annotated[Path | None, _option("neutral_file")] = None,
     random: Annotated[int | None, _option("random")] = None,
     artefact: Annotated[Path | None, _option("artefact")] = None,
     seed: Annotated[int | None, _option("seed")] = None,
@@ -79,10 +82,10 @@ def steer(
 
 
 def _plain(found: "SteerRun") -> dict:
-    """The run's folder and its tables; of texts and the ledger only the number of rows."""
+    """The run's folder and its tables; of texts only the number of rows."""
     said: dict = {"run": str(found.path)}
     for name, table in found.tables.items():
-        if name in ("texts", "ledger"):
+        if name == "texts":
             said[name] = len(table)
         else:
             said[name] = json.loads(table.to_json(orient="records", double_precision=10))

@@ -46,6 +46,11 @@ class SteerConfig(BaseModel):
     prompt_file: Path | None = Field(None, description="file of test prompts (one a line, or a column of texts)")
     words: int = Field(6, ge=1, description="words of a text that make its prompt")
     tokens: int = Field(32, ge=1, description="tokens written after each prompt")
+    wanted: Names = Field((), description="a word that shows the wanted class, for log-odds; again for more")
+    unwanted: Names = Field((), description="a word that shows the other class; again for more")
+    neutral_file: Path | None = Field(
+        None, description="file of neutral passages (one a line, or a column of texts); books and news if left out"
+    )
     random: int = Field(20, ge=0, description="random directions of equal norm, as a control")
     artefact: Path | None = Field(None, description="folder of a steering vector to use in place of finding one")
     seed: int = Field(0, ge=0, description="seed of the draw, the splits, the controls and the intervals")
@@ -64,7 +69,9 @@ class SteerConfig(BaseModel):
             raise ValueError(f"methods names one twice: {', '.join(self.methods)}.")
         if any(strength == 0 for strength in self.strengths):
             raise ValueError("strengths: 0 is the unsteered model, which is always measured. Leave it out.")
-        for name in ("prompt_file", "artefact"):
+        if bool(self.wanted) != bool(self.unwanted):
+            raise ValueError("wanted and unwanted: give words of both, or of neither.")
+        for name in ("prompt_file", "neutral_file", "artefact"):
             path = getattr(self, name)
             if path is not None and not path.expanduser().exists():
                 raise ValueError(f"{name}: there is nothing at {path}.")

@@ -3,6 +3,8 @@
     relative = |delta| / |x|,   effort = |delta|^2,   before = u . x,   after = u . (x + delta)
 
 over the tokens where they act, u the operation's first direction. Kept by text, so that conditions compare pairwise.
+Small changes, as the steps of a generation make, are noted and reduced some dozens at a time: one product over all
+layers costs as much as that of one.
 """
 
 from collections.abc import Iterable
@@ -21,10 +23,29 @@ if TYPE_CHECKING:
     from microtome.interventions.steering import Intervention
 
 _SUMS = ("tokens", "relative", "effort", "before", "after")
+SMALL = 2**17  # numbers of one change that is noted and reduced later
+HELD = 2**22  # numbers that are noted at most
 
 
 class NeverActed(RuntimeError):
     """An intervention's positions met no token, so that what was asked for did not happen."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    site: Site
+    name: str
+    step: int
+    texts: tuple[int, ...]
+    x: Tensor
+    delta: Tensor
+    mask: Tensor
+    direction: Tensor | None
+
+    def is_like(self, other: "_Change") -> bool:
+        """Whether the two can be reduced together."""
+        mine, theirs = self.x, other.x
+        return mine.shape == theirs.shape and mine.dtype == theirs.dtype and mine.device == theirs.device
 
 
 @dataclass(eq=False)
@@ -36,6 +57,7 @@ class Ledger:
     """
 
     names: tuple[str, ...] = ()
+    _noted: list["_Change"] = field(default_factory=list)
     _rows: list[tuple[Site, str, int, tuple[int, ...], Tensor, Tensor]] = field(default_factory=list)
     _acted: set[str] = field(default_factory=set)
 
@@ -55,21 +77,39 @@ class Ledger:
         directions: Tensor | None,
     ) -> None:
         """Note one change. Nothing is read off the device here."""
-        with torch.no_grad():
-            x, delta, at = x.flatten(2), delta.flatten(2), mask.to(x.dtype)
-            size = torch.linalg.vector_norm(delta, dim=-1)
-            relative = size / torch.linalg.vector_norm(x, dim=-1).clamp_min(1e-30)
-            parts = [at, relative * at, size.square() * at]
-            if directions is not None and directions.shape[-1] == x.shape[-1]:
-                both = torch.stack([x, delta]) @ directions[0].to(x)
-                parts += [both[0] * at, both.sum(0) * at]
-            else:
-                parts += [torch.full_like(at, torch.nan)] * 2
-            largest = (delta.abs().amax(-1) * at).amax(-1)
         texts = call.rows.texts if call.rows is not None else tuple(range(len(mask)))
-        self._rows.append((site, name, call.step, tuple(texts), torch.stack(parts).sum(-1), largest))
+        with torch.no_grad():
+            x, delta = x.flatten(2), delta.flatten(2)
+            direction = None if directions is None or directions.shape[-1] != x.shape[-1] else directions[0]
+            is_small = x.numel() <= SMALL
+            if is_small:  # the stream may be written over before the change is reduced
+                x, delta = x.clone(), delta.clone()
+            change = _Change(site, name, call.step, tuple(texts), x, delta, mask, direction)
+            if self._noted and not (is_small and self._noted[-1].is_like(change)):
+                self._reduce()
+            self._noted.append(change)
+            if not is_small or len(self._noted) * x.numel() >= HELD:
+                self._reduce()
         if name not in self._acted and bool(mask.any()):
             self._acted.add(name)
+
+    def _reduce(self) -> None:
+        """Sums of what was noted."""
+        if not self._noted:
+            return
+        noted, self._noted = self._noted, []
+        x, delta = (torch.stack([getattr(change, part) for change in noted]) for part in ("x", "delta"))
+        at = torch.stack([change.mask for change in noted]).to(x.dtype)
+        blank = x.new_full(x.shape[-1:], torch.nan)
+        u = torch.stack([blank if c.direction is None else c.direction.to(x) for c in noted])[:, None, :, None]
+        size = torch.linalg.vector_norm(delta, dim=-1)
+        relative = size / torch.linalg.vector_norm(x, dim=-1).clamp_min(1e-30)
+        before, moved = (x @ u).squeeze(-1), (delta @ u).squeeze(-1)
+        parts = torch.stack([at, relative * at, size.square() * at, before * at, (before + moved) * at]).sum(-1)
+        largest = (delta.abs().amax(-1) * at).amax(-1)
+        for number, change in enumerate(noted):
+            where = (change.site, change.name, change.step, change.texts)
+            self._rows.append((*where, parts[:, number], largest[number]))
 
     def require_acted(self) -> None:
         """Raise NeverActed naming interventions that no token met."""
@@ -81,6 +121,8 @@ class Ledger:
 
     def by_text(self) -> pd.DataFrame:
         """A row per site, intervention, step and text; relative, before and after are means over tokens."""
+        with torch.no_grad():
+            self._reduce()
         if not self._rows:
             columns = ["site", "layer", "name", "step", "text", "fired", *_SUMS[:2], "largest", *_SUMS[2:]]
             return pd.DataFrame({name: [] for name in columns})

@@ -4,6 +4,7 @@ fitted = fit_method("mean", model, task, site="resid_post.20")
 fitted.steer(2.0)          the steering; strength is in the method's own unit (class gaps, deviations, lambda, ...)
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,7 @@ from microtome.capture.sites import Site
 from microtome.interventions.activation_addition import activation_addition
 from microtome.interventions.angular import angular
 from microtome.interventions.artefact import Artefact
-from microtome.interventions.contrast import ContrastRows, contrast, contrast_rows
+from microtome.interventions.contrast import ContrastRows, contrast, contrast_rows, separation
 from microtome.interventions.controllers import controlled, open_loop
 from microtome.interventions.directional_ablation import ablation
 from microtome.interventions.gate import fit_gate
@@ -42,6 +43,7 @@ class FittedMethod:
         strengths: a grid that spans its useful range.
         artefact: its vectors, where it has one set of them.
         unit: what strength counts.
+        largest: strength beyond which the method is another one (a turn past its angle, more than the whole map).
     """
 
     name: str
@@ -49,6 +51,7 @@ class FittedMethod:
     strengths: tuple[float, ...]
     artefact: Artefact | None = None
     unit: str = "class gaps"
+    largest: float = math.inf
 
 
 @dataclass(eq=False)
@@ -147,14 +150,19 @@ def _all_layers(fits: MethodFits) -> FittedMethod:
 
 def _iti(fits: MethodFits) -> FittedMethod:
     shifts = fits.shifts(fits.heads, "logistic")
-    found = shifts.artefact(fits.model, HEADS, names=fits.task.names, positions=fits.positions)
+    found = shifts.artefact(fits.model, heads_of(shifts), names=fits.task.names, positions=fits.positions)
     return _added("ITI", fits, found, (1.0, 2.0, 4.0, 6.0, 10.0), unit="deviations")
 
 
 def _nl_iti(fits: MethodFits) -> FittedMethod:
     shifts = fits.shifts(fits.heads_of_several, "mlp")
-    found = shifts.artefact(fits.model, HEADS, names=fits.task.names, positions=fits.positions)
+    found = shifts.artefact(fits.model, heads_of(shifts), names=fits.task.names, positions=fits.positions)
     return _added("NL-ITI", fits, found, (1.0, 2.0, 4.0, 6.0, 10.0), unit="deviations")
+
+
+def heads_of(shifts: HeadShifts) -> int:
+    """As many heads as the paper's best setting has, a fifth of them where there are few."""
+    return min(HEADS, max(len(shifts.table) // 5, 1))
 
 
 def _act(kind: str) -> Callable[[MethodFits], FittedMethod]:
@@ -170,7 +178,7 @@ def _act(kind: str) -> Callable[[MethodFits], FittedMethod]:
             names=fits.task.names,
             progress=False,
         )
-        return _added(found.method, fits, found, (0.25, 0.5, 1.0, 1.5, 2.0), unit="lambda")
+        return _added(found.method, fits, found, (0.2, 0.4, 0.6, 0.8, 1.0), unit="lambda", largest=1.0)
 
     return fit
 
@@ -179,7 +187,7 @@ def _angular(adaptive: bool) -> Callable[[MethodFits], FittedMethod]:
     def fit(fits: MethodFits) -> FittedMethod:
         found = angular(fits.model, fits.rows, [fits.site], 0.0, adaptive=adaptive, names=fits.task.names)
         name = "angular adaptive" if adaptive else "angular"
-        return _added(name, fits, found, (0.1, 0.2, 0.3, 0.5, 1.0), unit="share of the turn")
+        return _added(name, fits, found, (0.1, 0.2, 0.3, 0.5, 1.0), unit="share of the turn", largest=1.0)
 
     return fit
 
@@ -187,7 +195,7 @@ def _angular(adaptive: bool) -> Callable[[MethodFits], FittedMethod]:
 def _ablation(fits: MethodFits) -> FittedMethod:
     vector = fits.means([fits.site]).vector()
     found = ablation(fits.model, vector, names=fits.task.names)
-    return _added("ablation", fits, found, (0.25, 0.5, 0.75, 1.0, 1.5), unit="share taken out")
+    return _added("ablation", fits, found, (0.2, 0.4, 0.6, 0.8, 1.0), unit="share taken out", largest=1.0)
 
 
 def _controller(name: str, ki: float, kd: float) -> Callable[[MethodFits], FittedMethod]:
@@ -265,13 +273,20 @@ METHODS: dict[str, Callable[[MethodFits], FittedMethod]] = {
 }
 
 
+def methods_named(names: Sequence[str]) -> tuple[str, ...]:
+    """The same names. Raises ValueError for one that is no method."""
+    for name in names:
+        if name not in METHODS:
+            raise ValueError(f"method {name!r}: give one of {', '.join(METHODS)}.")
+    return tuple(names)
+
+
 def fit_method(name: str, fits: MethodFits) -> FittedMethod:
     """Fit a method by name; kept for the next time it is asked for.
 
     Raises ValueError for an unknown name, and what the method raises.
     """
-    if name not in METHODS:
-        raise ValueError(f"method {name!r}: give one of {', '.join(METHODS)}.")
+    methods_named([name])
     if name not in fits.kept:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(fits.seed)
@@ -282,8 +297,6 @@ def fit_method(name: str, fits: MethodFits) -> FittedMethod:
 def depths_to_try(model: LoadedModel, rows: ContrastRows, count: int = 4) -> list[str]:
     """Sites at which to look for the best layer: spread over the depths where the classes are told apart (d' of 1 or
     more on held-out rows), or all if none is."""
-    from microtome.interventions.contrast import separation
-
     table = separation(rows)
     good = table[table["d_prime"] >= 1]
     sites = (good if len(good) else table)["site"].tolist()

@@ -50,6 +50,14 @@ def tables(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def reviews(tmp_path_factory) -> str:
+    """A CSV file of 300 sentences by 150 authors."""
+    file = tmp_path_factory.mktemp("reviews") / "mine.csv"
+    sentences(300, 3).drop_duplicates("review").to_csv(file, index=False)
+    return str(file)
+
+
+@pytest.fixture(scope="session")
 def write_grid(model_folders, tables) -> Callable[..., Path]:
     """`write_grid(folder, **changes)`: writes folder/grid.yaml, one model and one table by default; returns its path.
 

@@ -22,7 +22,19 @@ from microtome.app.config import DemoConfig
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 GROUPS = {"", "models", "data", "store"}
 COMMANDS = {
-    *("demo", "doctor", "capture", "probe", "sweep", "lens", "heads", "transport", "models list", "models check"),
+    *(
+        "demo",
+        "doctor",
+        "capture",
+        "probe",
+        "sweep",
+        "lens",
+        "heads",
+        "transport",
+        "steer",
+        "models list",
+        "models check",
+    ),
     *("data list", "data fetch", "data verify", "store verify", "store info", "store merge", "store export"),
 }
 

@@ -1,0 +1,469 @@
+"""What steering does to SmolLM2-135M-Instruct, and what it costs: the tables of docs/results.md.
+
+    python docs/steering_study.py [methods controls positions heads truth ablation lora loops]
+
+All parts without a name: methods (every method's curve of target against KL, 100 held-out prompts, 32 tokens, five
+strengths each), controls (random directions, covariance, sign, labels, layer, prompt, P-control), positions ("all",
+"last", "generated", "prompt"), heads (ITI's against random ones), truth (multiple choice on held-out cities), ablation
+(the sentiment direction taken out, at all tokens and at commas), lora (a trained rank-one update read as a classifier
+and a steering vector), loops (blocks left out and run again). Layer and strength are chosen on development prompts and
+passages; what is told is of test prompts and other passages. Records and tables are kept in runs/steering_study/, and a
+study that was stopped goes on from there.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from lens_study import show, smollm2
+
+from microtome.capture.generated import Generation
+from microtome.capture.sites import Site
+from microtome.data.cities import cities
+from microtome.figures.trade_off_curves import trade_off_curves
+from microtome.interventions.artefact import Artefact
+from microtome.interventions.contrast import ContrastRows, contrast, contrast_rows, direction_cosines, separation
+from microtome.interventions.controls import (
+    asked,
+    covariance_directions,
+    random_directions,
+    shuffled_labels,
+    sign_flip,
+)
+from microtome.interventions.evaluation import Evaluation, EvaluationRecord, mean_interval
+from microtome.interventions.matched_effort import effort_of, strength_for_effort
+from microtome.interventions.methods import METHODS, FittedMethod, MethodFits, depths_to_try, fit_method
+from microtome.interventions.multiple_choice import Choices
+from microtome.interventions.steering import Steering
+from microtome.interventions.steering_task import (
+    NEGATIVE_WORDS,
+    POSITIVE_WORDS,
+    SteeringTask,
+    neutral_passages,
+    sentiment_task,
+    split_task,
+)
+from microtome.interventions.strength_search import search_strength
+from microtome.interventions.targets import AttributeWords, ProbeScore, VaderScore
+from microtome.interventions.trade_off import compare_at, trade_off_table
+from microtome.lenses.next_token import CleanTexts
+
+FOLDER = Path("runs/steering_study")
+LIMIT = 0.25  # nats of KL a token on neutral text
+PROBE_SITE = "resid_post.14"
+SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the strength at the limit
+SHARES_BELOW = (0.2, 0.4, 0.6, 0.8, 1.0)  # of the largest strength, where the limit is out of reach
+TOKENS = 32
+TARGETS = ("independent_probe", "vader_same_source", "word_odds")
+
+
+def kept(name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """A table that is made once."""
+    file = FOLDER / "tables" / f"{name}.parquet"
+    if not file.is_file():
+        table = make()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(".part")
+        table.to_parquet(scratch)
+        scratch.replace(file)
+    return pd.read_parquet(file)
+
+
+@cache
+def task() -> SteeringTask:
+    """Tweets and films for directions and prompts, products and editorials for the probe."""
+    return sentiment_task()
+
+
+@cache
+def probe() -> ProbeScore:
+    """The judge: other sources, another layer."""
+
+    def make() -> pd.DataFrame:
+        found = ProbeScore.fit(smollm2(), task().other, PROBE_SITE)
+        return pd.DataFrame({"weight": found.direction.numpy()}).assign(
+            bias=found.bias, held_out_auroc=found.facts["held_out_auroc"]
+        )
+
+    table = kept("probe", make)
+    facts = {"held_out_auroc": float(table["held_out_auroc"].iloc[0])}
+    return ProbeScore(PROBE_SITE, torch.tensor(table["weight"].to_numpy()), float(table["bias"].iloc[0]), facts)
+
+
+@cache
+def word_odds() -> AttributeWords:
+    """log p(good, great, ...) - log p(bad, awful, ...)."""
+    return AttributeWords.of(smollm2(), POSITIVE_WORDS, NEGATIVE_WORDS)
+
+
+@cache
+def evaluation(split: str = "test") -> Evaluation:
+    """100 test or 40 development prompts."""
+    return Evaluation(
+        smollm2(),
+        task().prompts[split]["text"].tolist(),
+        [probe(), VaderScore(), word_odds()],
+        task().neutral if split == "test" else dev_passages(),
+        Generation(max_new_tokens=TOKENS),
+        cache=FOLDER / split,
+    )
+
+
+@cache
+def dev_passages() -> list[str]:
+    """Neutral text that no test number is of."""
+    known = set(task().neutral)
+    return [text for text in neutral_passages(80) if text not in known][:12]
+
+
+@cache
+def dev_clean() -> CleanTexts:
+    """The same, as the unsteered model takes it."""
+    return CleanTexts.of(smollm2(), dev_passages())
+
+
+def dev_kl(steering: Steering) -> float:
+    """KL on the development passages."""
+    return float(dev_clean().kl(steering.edits(smollm2())).kl.mean())
+
+
+def record(name: str, steer: Callable[[], Steering | None], split: str = "test", **more: object) -> EvaluationRecord:
+    """One condition; nothing is fitted where it is there already."""
+    folder = FOLDER / split / name
+    if (folder / "record.json").is_file():
+        return EvaluationRecord.load(folder)
+    begun = time.perf_counter()
+    prompts = more.pop("prompts", None)
+    found = evaluation(split).run(name, steer(), prompts=prompts, facts=more)  # pyright: ignore[reportArgumentType]
+    print(f"[{time.perf_counter() - begun:4.0f} s] {found!r}", flush=True)
+    return found
+
+
+def base(split: str = "test") -> EvaluationRecord:
+    """The unsteered model."""
+    return record("unsteered", lambda: None, split)
+
+
+def calibrated(name: str, fitted: Callable[[], FittedMethod]) -> tuple[float, ...]:
+    """Five strengths about the one whose KL on development passages is the limit."""
+
+    def make() -> pd.DataFrame:
+        one = fitted()
+        start = min(one.strengths[2], one.largest)
+        found = search_strength(
+            lambda s: dev_kl(one.steer(s)),
+            LIMIT,
+            start=start,
+            largest=min(16 * start, one.largest),
+            tolerance=0.1,
+            most=9,
+        )
+        return found.table.assign(found=found.strength, is_reached=found.is_reached)
+
+    table = kept(f"strength {name}", make)
+    shares = SHARES if bool(table["is_reached"].iloc[0]) else SHARES_BELOW
+    return tuple(float(table["found"].iloc[0]) * share for share in shares)
+
+
+def at_limit(name: str, fitted: Callable[[], FittedMethod]) -> float:
+    """The strength at the limit (the largest, where it is out of reach)."""
+    return calibrated(name, fitted)[3 if bool(kept(f"strength {name}", pd.DataFrame)["is_reached"].iloc[0]) else 4]
+
+
+@cache
+def rows() -> ContrastRows:
+    """The stream behind every block at the last token of the contrast's texts."""
+    return contrast_rows(smollm2(), task().texts(True), task().texts(False))
+
+
+@cache
+def site() -> str:
+    """Where single-site methods act: the depth that moves the probe most at the limit, on development prompts."""
+
+    def make() -> pd.DataFrame:
+        found = []
+        for place in [one for one in depths_to_try(smollm2(), rows(), 5) if one != PROBE_SITE]:
+            artefact = contrast(smollm2(), rows(), sites=[place])
+            one = FittedMethod(
+                "mean", lambda s, a=artefact: a.steering(smollm2(), strength=s), (0.5, 1.0, 2.0, 3.0, 4.0)
+            )
+            strength = at_limit(f"depth {place}", lambda one=one: one)
+            steered = record(f"mean {place}", lambda one=one, s=strength: one.steer(s), "dev", strength=strength)
+            row = {"site": place, "strength": strength, "kl": steered.kl}
+            found.append(row | {name: steered.texts[name].mean() for name in TARGETS})
+        return pd.DataFrame(found)
+
+    table = kept("depths", make)
+    return str(table.loc[table["independent_probe"].idxmax(), "site"])
+
+
+@cache
+def fits() -> MethodFits:
+    """Of the chosen depth."""
+    found = MethodFits(smollm2(), task(), site())
+    found.__dict__["rows"] = rows()
+    return found
+
+
+def fitted(name: str) -> FittedMethod:
+    """A method of the sentiment task."""
+    return fit_method(name, fits())
+
+
+def curve(name: str) -> list[EvaluationRecord]:
+    """A method at its five strengths."""
+    return [
+        record(
+            f"{name} {strength:.4g}",
+            lambda s=strength: fitted(name).steer(s),
+            method=name,
+            strength=strength,
+            site=site(),
+        )
+        for strength in calibrated(name, lambda: fitted(name))
+    ]
+
+
+def methods() -> None:
+    """Every method on one set of axes."""
+    table = kept("separation", lambda: separation(rows()))
+    show("Separation of the two classes by depth (held-out folds)", table[::3])
+    print(f"\nprobe at {PROBE_SITE}: AUROC on held-out groups {probe().facts['held_out_auroc']:.3f}; site {site()}")
+    show("Depths at the limit, 40 development prompts", kept("depths", pd.DataFrame))
+    curves = {name: curve(name) for name in METHODS}
+    found = trade_off_table([one for each in curves.values() for one in each], base())
+    (FOLDER / "tables").mkdir(parents=True, exist_ok=True)
+    found.to_parquet(FOLDER / "tables" / "methods.parquet")
+    columns = [*("method", "strength", "kl"), *(f"{name}_gain" for name in TARGETS)]
+    more = ["perplexity", "perplexity_whole", "distinct_2", "repetition", "empty", "effort", "relative"]
+    show("Every condition", found[[*columns, *more]])
+    for target in TARGETS:
+        at = compare_at(curves, base(), target, LIMIT, reference="mean")
+        half = compare_at(curves, base(), target, LIMIT / 2, reference="mean")
+        show(f"Gain in {target} at a KL of {LIMIT}", at.sort_values("gain", ascending=False))
+        show(f"Gain in {target} at a KL of {LIMIT / 2}", half.sort_values("gain", ascending=False))
+        figure = trade_off_curves(found.assign(control=False), f"{target}_gain", limit=LIMIT)
+        figure.write_html(FOLDER / f"{target}.html", include_plotlyjs="directory")
+    single = [fitted(name).artefact for name in ("mean", "whitened", "pca", "logistic")]
+    show("Cosines of directions", direction_cosines([one for one in single if one is not None], site()).reset_index())
+
+
+def scored(name: str, steerings: dict[str, Callable[[], Steering]]) -> pd.DataFrame:
+    """KL on development passages and log-odds of words on the test prompts, without writing."""
+
+    def make() -> pd.DataFrame:
+        prompts = task().prompts["test"]["text"].tolist()
+        clean = word_odds().log_odds(smollm2(), prompts, None)
+        found = []
+        for condition, steer in steerings.items():
+            steering = steer()
+            odds = word_odds().log_odds(smollm2(), prompts, steering) - clean
+            mean, low, high = mean_interval(odds)
+            found.append({"condition": condition, "kl": dev_kl(steering), "odds": mean, "low": low, "high": high})
+        return pd.DataFrame(found)
+
+    return kept(name, make)
+
+
+def controls() -> None:
+    """What the same push does elsewhere."""
+    model, strength = smollm2(), at_limit("mean", lambda: fitted("mean"))
+    mean = fitted("mean").artefact
+    assert mean is not None
+    drawn = {
+        "sphere": random_directions(mean, 20),
+        "covariance": covariance_directions(mean, [rows().activations[site()]], 20),
+    }
+
+    def steer(artefact: Artefact) -> Callable[[], Steering]:
+        return lambda: artefact.steering(model, strength=strength)
+
+    named = {f"{kind} {n}": steer(one) for kind, each in drawn.items() for n, one in enumerate(each)}
+    table = scored("random", {"mean": steer(mean), "sign flip": steer(sign_flip(mean)), **named})
+    kinds = table.assign(kind=table["condition"].str.replace(r" \d+$", "", regex=True))
+    show(
+        f"Equal push ({strength:.3g} class gaps at {site()}): KL and gain in log odds of words",
+        kinds.groupby("kind", sort=False)
+        .agg(n=("kl", "size"), kl=("kl", "mean"), odds=("odds", "mean"), least=("odds", "min"), most=("odds", "max"))
+        .reset_index(),
+    )
+    own = float(table["kl"].iloc[0])
+    records = []
+    for kind in drawn:
+        some = kinds[kinds["kind"] == kind]
+        nearest = some.loc[(some["kl"] - own).abs().sort_values().index[:3], "condition"]
+        records += [record(f"control {name}", named[name], method=kind, strength=strength) for name in nearest]
+    labels = shuffled_labels(task().contrast["label"].to_numpy(), task().contrast["group"].tolist())
+    order = np.r_[np.flatnonzero(task().contrast["label"]), np.flatnonzero(~task().contrast["label"])]
+    anew = replace(rows(), wanted=torch.tensor(labels[order].astype(bool)))
+    shuffled = contrast(model, anew, sites=[site()])
+    same = shuffled.tensors["vector"] * (mean.raw_norm / shuffled.raw_norm)[:, None]  # pyright: ignore
+    layer = Site.parse(site()).layer or 0
+    elsewhere = f"resid_post.{layer - 8}"
+    conditions: dict[str, Callable[[], Steering | None]] = {
+        "sign flip": steer(sign_flip(mean)),
+        "shuffled labels": steer(shuffled.with_tensors("shuffled", vector=same)),
+        f"the vector at {elsewhere}": steer(mean.moved(elsewhere)),
+    }
+    records += [record(f"control {name}", one, method=name, strength=strength) for name, one in conditions.items()]
+    wish = "Write something positive and happy."
+    prompts = asked(task().prompts["test"]["text"].tolist(), wish)
+    records.append(record("control prompt only", lambda: None, method="prompt only", prompts=prompts))
+
+    def p_level() -> pd.DataFrame:
+        effort = effort_of(model, steer(mean)(), dev_passages(), prompt_tokens=2)
+        level = strength_for_effort(fitted("p").steer, effort, model, dev_passages(), prompt_tokens=2, start=2.0)
+        return pd.DataFrame({"effort": [effort], "level": [level]})
+
+    level = float(kept("p at matched effort", p_level)["level"].iloc[0])
+    records.append(
+        record("control P at matched effort", lambda: fitted("p").steer(level), method="P, matched", strength=level)
+    )
+    mine = record(f"mean {strength:.4g}", steer(mean), method="mean", strength=strength, site=site())
+    found = trade_off_table([mine, *records], base())
+    found.to_parquet(FOLDER / "tables" / "controls.parquet")
+    columns = ["condition", "kl", "effort"]
+    columns += [f"{name}_gain{end}" for name in TARGETS for end in ("", "_low", "_high")]
+    show("Controls, written", found[[*columns, "perplexity", "repetition"]])
+
+
+def positions() -> None:
+    """Where along the text the same vector acts."""
+    strength = at_limit("mean", lambda: fitted("mean"))
+    mean = fitted("mean").artefact
+    assert mean is not None
+    records = [
+        record(
+            f"mean {where}",
+            lambda w=where: mean.steering(smollm2(), strength=strength, positions=w),
+            positions=where,
+            strength=strength,
+            method=where,
+        )
+        for where in ("generated", "last", "all", "prompt")
+    ]
+    found = trade_off_table(records, base())
+    columns = ["condition", "kl", *(f"{name}_gain{end}" for name in TARGETS for end in ("", "_low", "_high"))]
+    show("The same push at other tokens", found[[*columns, "perplexity", "repetition"]])
+    same = (records[0].texts["completion"] == records[1].texts["completion"]).mean()
+    print(f"\n`last` with a cache writes what `generated` writes in {same:.0%} of texts")
+
+
+def heads() -> None:
+    """ITI's heads against as many random others, with their own directions."""
+    strength = at_limit("iti", lambda: fitted("iti"))
+    shifts = fits().shifts(fits().heads, "logistic")
+    show("ITI's best heads (accuracy on inner folds)", shifts.table.head(10))
+    count = 48
+    drawn = {
+        f"random {seed}": (
+            lambda s=seed: shifts.random_heads(smollm2(), count, seed=s).steering(smollm2(), strength=strength)
+        )
+        for seed in range(10)
+    }
+    top = fitted("iti").artefact
+    assert top is not None
+    table = scored("iti heads", {"top": lambda: top.steering(smollm2(), strength=strength), **drawn})
+    show(f"{count} heads at {strength:.3g} deviations: KL and gain in log odds", table)
+    nearest = table.iloc[1:].loc[(table["kl"].iloc[1:] - table["kl"].iloc[0]).abs().sort_values().index[:2]]
+    records = [record(f"iti {strength:.4g}", lambda: fitted("iti").steer(strength), method="iti")]
+    records += [record(f"iti {name}", drawn[name], method=name) for name in nearest["condition"]]
+    columns = ["condition", "kl", *(f"{name}_gain{end}" for name in TARGETS for end in ("", "_low", "_high"))]
+    show("Written", trade_off_table(records, base())[[*columns, "perplexity"]])
+
+
+@cache
+def truth_task() -> SteeringTask:
+    """Statements on cities; whole cities are held out."""
+    table = cities()
+    known = pd.DataFrame({"text": table["text"], "label": table["label"].astype(bool), "group": table["group"]})
+    return split_task(known, name="cities", contrast=600, words=4, neutral=task().neutral, names=("true", "false"))
+
+
+def choices(split: str) -> Choices:
+    """Pairs of statements on cities of one split, in popularity's order."""
+    from microtome.interventions.steering_task import shards_of_groups
+
+    table = cities()
+    shard = {"dev": "validation", "test": "test"}[split]
+    mine = table[shards_of_groups(table["group"].tolist(), 0) == shard]
+    return Choices.of_statements(mine)
+
+
+def truth() -> None:
+    """Does the model choose the true country more often?"""
+    model = smollm2()
+    own = MethodFits(model, truth_task(), "resid_post.18")
+    asked_of = choices("test")
+
+    def make() -> pd.DataFrame:
+        clean = asked_of.margins(model)
+        found = [_choice_row("unsteered", 0.0, clean, clean, 0.0)]
+        for name in ("mean", "whitened", "pca", "logistic", "iti", "nl-iti", "linear-act", "ablation", "p"):
+            one = fit_method(name, own)
+            top = at_limit(f"truth {name}", lambda one=one: one)
+            for strength in (0.25 * top, 0.5 * top, top):
+                steering = one.steer(strength)
+                margins = asked_of.margins(model, steering)
+                found.append(_choice_row(name, strength, margins, clean, dev_kl(steering)))
+            print(name, flush=True)
+        shifts = own.shifts(own.heads, "logistic")
+        top = at_limit("truth iti", lambda: fit_method("iti", own))
+        for seed in range(5):
+            steering = shifts.random_heads(model, 48, seed=seed).steering(model, strength=top)
+            found.append(
+                _choice_row(f"random heads {seed}", top, asked_of.margins(model, steering), clean, dev_kl(steering))
+            )
+        mean = fit_method("mean", own).artefact
+        assert mean is not None
+        top = at_limit("truth mean", lambda: fit_method("mean", own))
+        for number, one in enumerate(random_directions(mean, 5)):
+            steering = one.steering(model, strength=top)
+            margins = asked_of.margins(model, steering)
+            found.append(_choice_row(f"random direction {number}", top, margins, clean, dev_kl(steering)))
+        return pd.DataFrame(found)
+
+    table = kept("truth", make)
+    show(f"Multiple choice on {len(asked_of)} questions on held-out cities", table)
+
+
+def _choice_row(name: str, strength: float, margins: np.ndarray, clean: np.ndarray, kl: float) -> dict[str, object]:
+    right, before = (margins > 0).astype(float), (clean > 0).astype(float)
+    gain, low, high = mean_interval(right - before)
+    shift, shift_low, shift_high = mean_interval(margins - clean)
+    row = {"method": name, "strength": strength, "kl": kl, "accuracy": right.mean(), "margin": margins.mean()}
+    row |= {"gain": gain, "gain_low": low, "gain_high": high}
+    return row | {"margin_gain": shift, "margin_low": shift_low, "margin_high": shift_high}
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "methods": methods,
+    "controls": controls,
+    "positions": positions,
+    "heads": heads,
+    "truth": truth,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run some parts, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="parts to run; all without a name")
+    chosen = parser.parse_args(argv).parts or list(PARTS)
+    pd.set_option("display.width", 250)
+    pd.set_option("display.max_columns", 40)
+    for name in chosen:
+        begun = time.perf_counter()
+        print(f"\n## {name}", flush=True)
+        PARTS[name]()
+        print(f"\n({name}: {time.perf_counter() - begun:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
