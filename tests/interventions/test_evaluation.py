@@ -362,7 +362,11 @@ def test_the_interval_of_a_constant_has_no_width():
 
 
 def test_an_interval_of_nothing_is_not_known():
-    for found in (mean_interval(np.full(3, np.nan)), mean_interval(np.array([])), ratio_interval(np.zeros(2), np.zeros(2))):
+    for found in (
+        mean_interval(np.full(3, np.nan)),
+        mean_interval(np.array([])),
+        ratio_interval(np.zeros(2), np.zeros(2)),
+    ):
         assert np.isnan(found).all()
     assert ratio_interval(np.array([np.nan, 4.0, 2.0]), np.array([1.0, 2.0, 1.0]))[0] == 2
 
