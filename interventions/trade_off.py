@@ -1,9 +1,9 @@
 """What a method gives for what it costs: curves of target against side effect, compared pair by pair.
 
 Two methods are compared at equal side effect: each method's curve is interpolated linearly between its strengths
-(through the unsteered model at 0, in order of KL), and the difference of the means has a bootstrap interval in which the
-same prompts are drawn for both. KL is taken as it was measured; records that have none (a model that broke) are left
-out.
+(through the unsteered model at 0, in order of KL), and the difference of the means has a bootstrap interval in which
+the same prompts are drawn for both. KL is taken as it was measured; records that have none (a model that broke) are
+left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,8 +96,8 @@ def compare_at(
 def _gain(record: EvaluationRecord, base: EvaluationRecord, target: str) -> np.ndarray:
     if len(record.texts) != len(base.texts):
         raise ValueError(
-            f"{record.name} has {len(record.texts)} prompts, {base.name} {len(base.texts)}: differences are of the same "
-            "prompts. Evaluate both on one list."
+            f"{record.name} has {len(record.texts)} prompts, {base.name} {len(base.texts)}: differences are of "
+            "the same prompts. Evaluate both on one list."
         )
     return record.texts[target].to_numpy() - base.texts[target].to_numpy()
 
