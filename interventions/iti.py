@@ -105,8 +105,8 @@ class HeadShifts:
         if silent := [site for site, row in zip(sites, rows, strict=True) if not bool(self.theta[row].any())]:
             raise ValueError(
                 f"{', '.join(silent[:4])}{', ...' if len(silent) > 4 else ''}: what the head holds is the same for both "
-                f"classes, so that it has no shift. Take fewer heads than {len(rows)}, or read other tokens: the first "
-                "token of a text, or the end of a chat template, may be the same in all."
+                f"classes, so that it has no shift. Take fewer heads than {len(rows)}, or read other tokens: the end of "
+                "a chat template may be the same in all texts."
             )
         return Artefact(
             "add",
