@@ -26,8 +26,8 @@ def bias_form(model: LoadedModel, shifts: Artefact, strength: float = 1.0) -> Ar
     """The same shifts added to attn_out, at all tokens.
 
     Raises:
-        ValueError: an artefact of other sites than heads' z; a model that norms what attention writes, where no constant
-            behind the norm does the same (`biased_copy` puts it before).
+        ValueError: an artefact of other sites than heads' z; a model that norms what attention writes, where no
+            constant behind the norm does the same (`biased_copy` puts it before).
         KeyError: a layer whose heads' writes the model does not offer.
     """
     sums = _constants(model, shifts, strength)
