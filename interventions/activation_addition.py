@@ -33,7 +33,7 @@ def activation_addition(
     tokenizer = model.require_tokenizer()
     ids = [list(tokenizer(text)["input_ids"]) for text in (plus, minus)]
     space = tokenizer(" ", add_special_tokens=False)["input_ids"]
-    if len(space) != 1:
+    if len(ids[0]) != len(ids[1]) and len(space) != 1:
         raise ValueError("A space is no token of this model: give two prompts of the same number of tokens.")
     n = max(map(len, ids))
     padded = [row + space * (n - len(row)) for row in ids]
