@@ -105,9 +105,9 @@ class HeadShifts:
         if silent := [site for site, row in zip(sites, rows, strict=True) if not bool(self.theta[row].any())]:
             several = ", ..." if len(silent) > 4 else ""
             raise ValueError(
-                f"{', '.join(silent[:4])}{several}: what the head holds is the same for both classes, so that it has no "
-                f"shift. Take fewer heads than {len(rows)}, or read other tokens: the end of a chat template may be the "
-                "same in all texts."
+                f"{', '.join(silent[:4])}{several}: what the head holds is the same for both classes, so that it has "
+                f"no shift. Take fewer heads than {len(rows)}, or read other tokens: the end of a chat template may be "
+                "the same in all texts."
             )
         return Artefact(
             "add",

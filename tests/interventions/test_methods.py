@@ -1,5 +1,6 @@
 """Every method by name: it fits and steers, strength 0 is the model to the bit, and fits are shared and repeatable."""
 
+import pandas as pd
 import pytest
 import torch
 
@@ -17,8 +18,6 @@ LEVELS = {"p", "pi", "pid"}
 @pytest.fixture(scope="module")
 def task():
     """Sentences of two kinds, in groups of their noun and place."""
-    import pandas as pd
-
     rows = [
         {"text": f"the {word} {noun} was {other} {place} .", "label": label, "group": f"{noun} {place}"}
         for noun in NOUNS
@@ -32,7 +31,7 @@ def task():
         prompts=4,
         dev_prompts=4,
         neutral=["the dog sat in the old house and slept ."],
-        attribute_words=(("good", "happy"), ("bad", "sad")),
+        attribute_words=(("!", "good"), ("?", "bad")),
     )
 
 
