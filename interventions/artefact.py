@@ -170,8 +170,8 @@ class Artefact:
         name = self.method or self.operation
         if self.operation == "affine" and any(not 0 <= one <= 1 for one in _numbers(strength)):
             warnings.warn(
-                f"{self}: strength {strength!r:.40} is outside 0 to 1. A map is whole at 1; beyond, it is extrapolated: "
-                "channels go past what they were fitted on.",
+                f"{self}: strength {strength!r:.40} is outside 0 to 1. A map is whole at 1; beyond, channels go past "
+                "what they were fitted on.",
                 stacklevel=2,
             )
         steering = Steering(

@@ -119,9 +119,9 @@ def test_another_site_or_width_is_refused(llama):
         lambda: held.only("mlp_out.0"),
         lambda: held.operation_at("z.0.1"),
     ):
-        with pytest.raises(KeyError, match="made at resid_post.0, resid_post.2; it has nothing for"):
+        with pytest.raises(KeyError, match=r"made at resid_post\.0, resid_post\.2; it has nothing for"):
             call()
-    with pytest.raises(ValueError, match="32 channels, z.0.1 has 8"):
+    with pytest.raises(ValueError, match=r"32 channels, z\.0\.1 has 8"):
         held.moved(["z.0.1", "z.0.2"]).steering(llama)
     with pytest.raises(IndexError, match="7"):
         held.moved(["resid_post.0", "resid_post.7"]).steering(llama)
