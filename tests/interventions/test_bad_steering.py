@@ -6,6 +6,7 @@ import pytest
 import torch
 from steering_steps import noise
 
+from microtome.capture.hooks import active_taps, detach
 from microtome.capture.taps import TapNeverFired
 from microtome.interventions.activation_addition import activation_addition
 from microtome.interventions.artefact import Artefact, made_on
@@ -13,8 +14,8 @@ from microtome.interventions.contrast import ContrastRows, contrast, contrast_ro
 from microtome.interventions.generation import generate
 from microtome.interventions.ledger import NeverActed
 from microtome.interventions.operations import Add, Affine, Feedback, Function, Project, Rotate
-from microtome.interventions.positions import Tokens
-from microtome.interventions.steering import Intervention, Steering, steered
+from microtome.interventions.positions import Tokens, checked_positions
+from microtome.interventions.steering import Intervention, Steering, checked_strength, steered
 
 PROMPTS = ["the cat", "she liked the good old film"]
 
@@ -77,8 +78,8 @@ BAD = {
     "wrong width at a head": (write(push("z.1.2")), ValueError, r"32 channels, z\.1\.2 has 8"),
     "unknown layer": (write(push("resid_post.3")), IndexError, "layer"),
     "unknown head": (write(push("z.1.4", 8)), IndexError, "head"),
-    "unknown kind": (lambda model: push("residual.1"), KeyError, "residual"),
-    "site of another model": (write(push("cross_attn_out.1")), KeyError, "cross_attn_out"),
+    "unknown kind": (lambda model: push("residual.1"), ValueError, "Kinds: embed"),
+    "site of another model": (write(push("cross_out.1")), KeyError, "cross_out"),
     "made for another model": (other_model, ValueError, "Fit it on this model, or load the other one"),
     "zero direction": (lambda model: Add(torch.zeros(32)), ValueError, "is zero.*two equal sets"),
     "zero projection": (lambda model: Project(torch.zeros(32)), ValueError, "is zero"),
@@ -90,18 +91,18 @@ BAD = {
     "infinite strength": (lambda model: push(strength=math.inf), ValueError, "finite number"),
     "NaN among strengths": (lambda model: push(strength=[1.0, math.nan]), ValueError, "finite number"),
     "no strength": (lambda model: push(strength=[]), ValueError, "finite number"),
-    "strength in words": (lambda model: push(strength="2"), TypeError, "give a number"),
+    "strength in words": (lambda model: checked_strength("2"), TypeError, "give a number"),
     "strengths of other texts": (write(push(), strength=[1.0, 2.0, 3.0]), ValueError, "3 texts for 2 prompts"),
     "position no token meets": (write(push(positions=(60,))), NeverActed, "no token met.*prompts"),
     "token nobody says": (write(push(positions=Tokens((90,), "x"))), NeverActed, "no token met"),
-    "unknown positions": (lambda model: push(positions="everywhere"), ValueError, "give one of all, prompt"),
+    "unknown positions": (lambda model: checked_positions("everywhere"), ValueError, "give one of all, prompt"),
     "no positions": (lambda model: push(positions=[]), ValueError, "acts nowhere"),
-    "fractional positions": (lambda model: push(positions=[1.5]), TypeError, "whole numbers"),
+    "fractional positions": (lambda model: checked_positions([1.5]), TypeError, "whole numbers"),
     "no forward": (no_forward, TapNeverFired, r"resid_post\.1"),
     "site that is not reached": (trunk_alone, TapNeverFired, r"resid_post\.1"),
     "no interventions": (lambda model: Steering([]), ValueError, "at least one"),
-    "no operation": (lambda model: Intervention("resid_post.1", noise(32)), TypeError, "give Add"),
-    "no prompts": (lambda model: generate(model, [], push(), 3), ValueError, "No prompts"),
+    "no operation": (lambda model: Intervention("resid_post.1", noise(32)), TypeError, "operation"),
+    "no prompts": (lambda model: generate(model, [], push(), 3), ValueError, "give at least one text"),
     "contrast of one class": (one_class, ValueError, "needs both"),
     "contrast of identical prompts": (identical, ValueError, "Give two sets"),
     "contrast that reads the same": (same_there, ValueError, "read the same there.*another token"),
@@ -121,13 +122,13 @@ BAD = {
 }
 
 
-def acting(model) -> list:
+def hooks(model) -> list:
     """Hooks of torch on any module."""
     return [
-        (name, list(hooks))
+        (name, list(held))
         for name, part in model.module.named_modules()
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
-        if hooks
+        for held in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
+        if held
     ]
 
 
@@ -141,13 +142,14 @@ def test_it_is_said_and_nothing_stays(loaded, what):
     model = loaded("llama")
     call, error, says = BAD[what]
     clean = logits(model)
-    generate(model, PROMPTS, push(), 1)  # whatever stays on the model for the next use is there now
-    before = acting(model)
     with pytest.raises(error, match=f"(?s){says}"):
         call(model)
-    assert acting(model) == before
+    assert not active_taps()
     assert torch.equal(logits(model), clean)
     assert generate(model, PROMPTS, push(strength=0.0), 3).token_ids == generate(model, PROMPTS, None, 3).token_ids
+    detach(model.module)  # what waits on a model for the next use, and does nothing meanwhile
+    assert not hooks(model)
+    assert torch.equal(logits(model), clean)
 
 
 def test_a_steering_that_failed_works_when_what_was_wrong_is_right(llama):
