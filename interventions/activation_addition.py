@@ -32,10 +32,10 @@ def activation_addition(
         raise ValueError("The two prompts are the same: their difference is zero. Give two.")
     tokenizer = model.require_tokenizer()
     ids = [list(tokenizer(text)["input_ids"]) for text in (plus, minus)]
-    space = tokenizer(" ", add_special_tokens=False)["input_ids"]
-    if len(ids[0]) != len(ids[1]) and len(space) != 1:
-        raise ValueError("A space is no token of this model: give two prompts of the same number of tokens.")
     n = max(map(len, ids))
+    space = tokenizer(" ", add_special_tokens=False)["input_ids"]
+    if len(space) != 1 and min(map(len, ids)) < n:
+        raise ValueError("A space is no token of this model: give two prompts of the same number of tokens.")
     padded = [row + space * (n - len(row)) for row in ids]
     acts = capture(model, padded, [site], "all", progress=False, add_special_tokens=False)[site]
     difference = acts[:n].float() - acts[n:].float()

@@ -82,8 +82,22 @@ def letter_rows(
         )
     wanted = [pair.prompt + pair.matching + ")" for pair in pairs]
     unwanted = [pair.prompt + pair.other + ")" for pair in pairs]
+    _require_own_tokens(model, [*wanted, *unwanted], [len(pair.prompt) for pair in pairs] * 2)
     spans = [Span(len(pair.prompt), len(pair.prompt) + 1) for pair in pairs]
     return contrast_rows(model, wanted, unwanted, sites, [*spans, *spans], paired=True)
+
+
+def _require_own_tokens(model: LoadedModel, texts: Sequence[str], places: Sequence[int]) -> None:
+    tokenizer = model.require_tokenizer()
+    for text, place in zip(texts, places, strict=True):
+        offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        held = [(int(start), int(end)) for start, end in offsets if start <= place < end]
+        if held != [(place, place + 1)]:
+            said = text[held[0][0] : held[0][1]] if held else ""
+            raise ValueError(
+                f"The letter {text[place]!r} is part of the token {said!r}: its vector would hold that token. Take "
+                "prompts of another form, or a model whose tokenizer sets letters apart."
+            )
 
 
 def matching_probability(

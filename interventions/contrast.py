@@ -10,6 +10,7 @@ at equal displacement. Kept beside: raw norm |e_k| and offset u . mean(unwanted)
 libraries compute it, removes the mean that carries the signal; it is not offered.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,8 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
 from microtome.interventions.artefact import Artefact, made_on
 from microtome.interventions.positions import Positions
+from microtome.probes.folds import grouped_folds
+from microtome.probes.groups import group_codes
 from microtome.probes.logistic import LogisticProbe
 
 Method = Literal["mean", "whitened", "pca", "logistic"]
@@ -97,12 +100,20 @@ def contrast_rows(
 
     Raises:
         ValueError: an empty set, sets that are equal, pairs of unequal number.
+
+    Warns:
+        UserWarning: texts that are in both sets, which draw the direction to zero.
     """
     wanted, unwanted = list(wanted), list(unwanted)
     if not wanted or not unwanted:
         raise ValueError(f"{len(wanted)} wanted and {len(unwanted)} unwanted texts: a contrast needs both.")
     if sorted(map(repr, wanted)) == sorted(map(repr, unwanted)):
         raise ValueError("The wanted and the unwanted texts are the same: there is no contrast. Give two sets.")
+    if common := set(map(repr, wanted)) & set(map(repr, unwanted)):
+        warnings.warn(
+            f"{len(common)} texts are in both sets, such as {min(common):.60}: they pull the difference towards zero.",
+            stacklevel=2,
+        )
     if paired and len(wanted) != len(unwanted):
         raise ValueError(
             f"{len(wanted)} wanted and {len(unwanted)} unwanted texts cannot be paired: give as many each."
@@ -122,8 +133,10 @@ def contrast_rows(
 def rows_of(acts: Activations, label: str = "label", *, extraction: str = "last") -> ContrastRows:
     """From activations with a row per text and a column of labels (True is wanted).
 
-    Raises ValueError for another number of classes than two.
+    Raises ValueError for another number of classes than two, and for several rows of one text.
     """
+    if acts.rows["text"].duplicated().any():
+        raise ValueError("Several rows of one text: a contrast counts texts. Capture one position, or 'mean'.")
     labels = acts.rows[label].to_numpy()
     if len(pd.unique(labels)) != 2:
         raise ValueError(f"{label} has {len(pd.unique(labels))} classes: a contrast is between two.")
@@ -212,25 +225,40 @@ def _direction(rows: ContrastRows, site: str, method: Method) -> tuple[Tensor, f
     elif method == "pca":
         each = rows.differences(site)
         direction = torch.linalg.svd(each, full_matrices=False).Vh[0]
-        direction = direction * torch.sign(each.mean(0) @ direction)
+        direction = direction if float(each.mean(0) @ direction) >= 0 else -direction
     else:
         probe = LogisticProbe(C=0.01).fit(x.numpy(), rows.wanted.numpy())
         direction = torch.from_numpy(probe.coef_[0]).double()
     unit = direction / direction.norm()
-    return unit, float(unit @ difference), float(minus.mean(0) @ unit), norm
+    gap = float(unit @ difference)
+    if not gap > LEAST_GAP * norm:
+        raise ValueError(
+            f"{site}: the classes' means do not differ along the {method} direction (gap {gap:.2g} of {norm:.2g}). "
+            "Take method='mean', or pairs that vary in less than what is wanted."
+        )
+    return unit, gap, float(minus.mean(0) @ unit), norm
 
 
-def separation(rows: ContrastRows, *, folds: int = 5) -> pd.DataFrame:
+def separation(
+    rows: ContrastRows, *, groups: Sequence[object] | None = None, folds: int = 5, seed: int = 0
+) -> pd.DataFrame:
     """How well the mean difference separates, by site: gap, d_prime, stability.
 
     d_prime is the gap of the projections' means over their pooled standard deviation, on rows that had no part in the
     direction (folds); stability is the least cosine between the direction of all rows and that without one fold. Below
     a d_prime of 1 a direction does not tell single texts apart.
+
+    Args:
+        groups: of each row; rows of a group are in one fold. Each row by itself if left out.
+
+    Raises:
+        ValueError: fewer rows or groups of a class than folds.
     """
+    n = len(rows.wanted)
+    codes = group_codes(range(n) if groups is None else list(groups), n_rows=n)
+    test = torch.from_numpy(grouped_folds(rows.wanted.numpy().astype(int), codes, folds=folds, seed=seed))
+    place = test.int().argmax(0)
     found = []
-    place = torch.zeros(len(rows.wanted), dtype=torch.long)
-    for side in (rows.wanted, ~rows.wanted):
-        place[side] = torch.arange(int(side.sum())) % folds
     for site, value in rows.activations.items():
         x = value.double()
         whole = x[rows.wanted].mean(0) - x[~rows.wanted].mean(0)

@@ -29,6 +29,7 @@ from microtome.capture.anatomy import Anatomy
 from microtome.capture.collect import capture
 from microtome.capture.models import LoadedModel
 from microtome.interventions.artefact import Artefact, made_on
+from microtome.interventions.contrast import LEAST_GAP
 from microtome.interventions.operations import Add
 from microtome.interventions.steering import Intervention, Steering, anatomy_of
 
@@ -37,11 +38,17 @@ MOST_KL, DEEPEST = 0.1, 0.8
 
 
 def ablation_sites(anatomy: Anatomy) -> tuple[str, ...]:
-    """Every block's input and every term that blocks add, as far as the model offers them."""
+    """Every block's input, every term that blocks add as far as the model offers them, and what leaves the last one."""
     found = [str(site) for site in anatomy.expand("resid_pre")]
     for kind in WRITERS:
         found += [str(site) for site in anatomy.taps if site.kind == kind]
-    return tuple(found)
+    return (*found, f"resid_post.{anatomy.layers - 1}")
+
+
+def stream_sites(anatomy: Anatomy) -> tuple[str, ...]:
+    """The stream wherever something reads it: blocks' inputs, between attention and MLP, and behind the last block."""
+    found = [str(site) for site in anatomy.taps if site.kind in ("resid_pre", "resid_mid")]
+    return (*found, f"resid_post.{anatomy.layers - 1}")
 
 
 def ablation(
@@ -55,13 +62,12 @@ def ablation(
     """Project a direction (or several) out everywhere, at all tokens.
 
     Args:
-        value: coordinate it is set to at blocks' inputs in place of 0 (mean ablation); what blocks add is then left
-            alone, since the next block's input is set anyway.
+        value: coordinate it is set to in place of 0 (mean ablation), wherever something reads the stream; what blocks
+            add is then left alone.
         keep_norm: scale each vector back to its length.
     """
-    sites = ablation_sites(anatomy_of(model))
-    if value is not None:
-        sites = tuple(site for site in sites if site.startswith("resid_pre"))
+    anatomy = anatomy_of(model)
+    sites = ablation_sites(anatomy) if value is None else stream_sites(anatomy)
     tensors = {"basis": direction.float().expand(len(sites), *direction.shape).clone()}
     options: dict[str, Any] = {"keep_norm": keep_norm} | ({} if value is None else {"values": value})
     return Artefact(
@@ -136,17 +142,19 @@ def choose_ablation(
     sites = [f"resid_pre.{layer}" for layer in numbers]
     rows = []
     directions: dict[tuple[int, str], Tensor] = {}
+    sizes: dict[tuple[int, str], float] = {}
     for position in positions:
         both = [capture(model, list(t), sites, position, progress=False, **options) for t in fit]
         for site in sites:
             wanted, unwanted = (acts[site].double().mean(0) for acts in both)
             directions[position, site] = (wanted - unwanted).float()
+            sizes[position, site] = max(float(acts[site].float().norm(dim=-1).mean()) for acts in both)
     base, clean = token_odds(model, validation[1], tokens, **options)
     wanted_base, _ = token_odds(model, validation[0], tokens, **options)
     for (position, site), direction in tqdm(directions.items(), desc="candidates", disable=not progress):
         layer = int(site.split(".")[1])
         row = {"position": position, "layer": layer, "norm": float(direction.norm())}
-        if row["norm"] < 1e-6 * float(wanted_base.size):
+        if row["norm"] <= LEAST_GAP * sizes[position, site]:
             rows.append(row | {"ablated": np.nan, "induced": np.nan, "kl": np.nan, "discarded": "no difference"})
             continue
         taken = ablation(model, direction).steering(model)

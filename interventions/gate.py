@@ -5,7 +5,8 @@
     act  sim > threshold (or below it)
 
 A gate decides by text in a generation's first forward, and the decision is kept for what is written, with a cache or
-without. `fit_gate` takes the layer and threshold with the best F1, or the best recall within a budget of false alarms.
+without (`generate`; a model's own `generate` without a cache is a new forward at each step, decided anew). `fit_gate`
+takes the layer and threshold with the best F1, or the best recall within a budget of false alarms.
 """
 
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ class LoraSplit:
     __repr__ = short_repr
 
     @classmethod
-    def of(cls, down: Float[Tensor, "rank d_in"], up: Float[Tensor, "d_out rank"], scaling: float = 1.0) -> "LoraSplit":
+    def of(cls, down: Tensor, up: Tensor, scaling: float = 1.0) -> "LoraSplit":
         """From the two matrices of a LoRA update: A [rank, d_in], B [d_out, rank]; delta W = scaling B A.
 
         Raises ValueError for ranks that differ, or an update that is zero.

@@ -1,4 +1,4 @@
-"""`microtome steer`: methods, controls and texts; chosen on other prompts; stopped, gone on with, repeated; bad input."""
+"""`microtome steer`: methods, controls and texts; chosen on other prompts; stopped, repeated; bad input."""
 
 import json
 import shutil

@@ -10,6 +10,14 @@ from microtome.interventions.steering import Steering
 
 STEPS = 4
 
+GOOD = [
+    "the happy cat ran to the river .",
+    "she liked the good film .",
+    "a great big city .",
+    "we saw good green trees .",
+]
+BAD = ["the sad cat sat in the house .", "she hated the bad film .", "an awful old city .", "we saw bad small books ."]
+
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     """Standard normal numbers."""

@@ -1,16 +1,8 @@
-"""Tiny models with a tokenizer of words, and texts of two kinds for them."""
+"""Tiny models with a tokenizer of words."""
 
 import pytest
 
 from microtome.capture import LoadedModel
-
-GOOD = [
-    "the happy cat ran to the river .",
-    "she liked the good film .",
-    "a great big city .",
-    "we saw good green trees .",
-]
-BAD = ["the sad cat sat in the house .", "she hated the bad film .", "an awful old city .", "we saw bad small books ."]
 
 
 @pytest.fixture(scope="session")
