@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from microtome.capture.anatomy import Anatomy, Block, Point
 from microtome.capture.opgraph import elements
@@ -52,7 +53,7 @@ def blocks_looped(
     weights: Sequence[float],
     on_state: OnState | None = None,
 ) -> Iterator[None]:
-    """Blocks first .. stop - 1, run once per weight.
+    """Blocks first .. stop - 1, run once per weight. Of a model with encoder and decoder, neither loops.
 
     Args:
         weights: w_i of each repeat.
@@ -66,6 +67,8 @@ def blocks_looped(
         raise IndexError(f"blocks {first} to {stop} (not included): this model has blocks 0 to {anatomy.layers - 1}.")
     if not weights or not all(torch.isfinite(torch.tensor(list(weights)))):
         raise ValueError(f"weights={list(weights)}: give a finite number for each repeat, at least one.")
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{type(module).__name__} has an encoder and a decoder: only one stack of blocks loops.")
     blocks = [plain_block(anatomy, layer) for layer in range(first, stop)]
     inner = [module.get_submodule(block.path) for block in blocks]
     loop = _Loop(inner, blocks, list(weights), anatomy.layers, on_state)
@@ -239,8 +242,15 @@ def _stream(output: Any, slot: int | str | None) -> Tensor:
 
 
 def _slots(value: Any, repeat: int, layers: int) -> Any:
-    """A cache as one repeat sees it; anything else as it is."""
-    return _RepeatCache(value, repeat, layers) if hasattr(value, "update") and hasattr(value, "layers") else value
+    """A cache as one repeat sees it; anything else as it is. Raises ValueError for a cache that cannot be divided."""
+    if not (hasattr(value, "update") and hasattr(value, "get_seq_length")):
+        return value
+    if type(value) is not DynamicCache:
+        raise ValueError(
+            f"A {type(value).__name__} has no further slots for a loop's repeats. Give a DynamicCache (the default of "
+            "`generate`), or none (use_cache=False)."
+        )
+    return _RepeatCache(value, repeat, layers)
 
 
 class _RepeatCache:
@@ -257,6 +267,11 @@ class _RepeatCache:
         known: dict[tuple[int, int], int] = cache.__dict__.setdefault("_microtome_repeats", {})
         if (layer, self._repeat) not in known:
             own = cache.layers[layer]
+            if type(own) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                raise ValueError(
+                    f"Layer {layer} keeps its past in a {type(own).__name__}, of which a repeat can have none of its "
+                    "own. Only attention with a dynamic cache loops."
+                )
             # Block `layer` has run once in this forward: its slot holds this forward's tokens and no more, or else
             # the cache was filled without the loop.
             while len(cache.layers) < self._layers:

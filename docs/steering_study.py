@@ -12,6 +12,7 @@ study that was stopped goes on from there.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,11 +23,22 @@ import numpy as np
 import pandas as pd
 import torch
 from lens_study import show, smollm2
+from sklearn.metrics import roc_auc_score
 
+from microtome.capture.collect import capture
 from microtome.capture.generated import Generation
 from microtome.capture.sites import Site
 from microtome.data.cities import cities
+from microtome.data.sentiment import sentiment
 from microtome.figures.trade_off_curves import trade_off_curves
+from microtome.interventions.accuracy_lost import (
+    WordClassifier,
+    ablation_accuracies,
+    lost_interval,
+    matched_directions,
+    mean_ablation,
+    projection_means,
+)
 from microtome.interventions.artefact import Artefact
 from microtome.interventions.contrast import ContrastRows, contrast, contrast_rows, direction_cosines, separation
 from microtome.interventions.controls import (
@@ -37,16 +49,21 @@ from microtome.interventions.controls import (
     sign_flip,
 )
 from microtome.interventions.evaluation import Evaluation, EvaluationRecord, mean_interval
+from microtome.interventions.looping import loop_ranges, loop_report, skipped
+from microtome.interventions.lora_split import LoraSplit
 from microtome.interventions.matched_effort import effort_of, strength_for_effort
 from microtome.interventions.methods import METHODS, FittedMethod, MethodFits, depths_to_try, fit_method
 from microtome.interventions.multiple_choice import Choices
-from microtome.interventions.steering import Steering
+from microtome.interventions.operations import Add
+from microtome.interventions.positions import Tokens
+from microtome.interventions.steering import Intervention, Steering, anatomy_of
 from microtome.interventions.steering_task import (
     NEGATIVE_WORDS,
     POSITIVE_WORDS,
     SteeringTask,
     neutral_passages,
     sentiment_task,
+    shards_of_groups,
     split_task,
 )
 from microtome.interventions.strength_search import search_strength
@@ -388,8 +405,6 @@ def truth_task() -> SteeringTask:
 
 def choices(split: str) -> Choices:
     """Pairs of statements on cities of one split, in popularity's order."""
-    from microtome.interventions.steering_task import shards_of_groups
-
     table = cities()
     shard = {"dev": "validation", "test": "test"}[split]
     mine = table[shards_of_groups(table["group"].tolist(), 0) == shard]
@@ -442,12 +457,205 @@ def _choice_row(name: str, strength: float, margins: np.ndarray, clean: np.ndarr
     return row | {"margin_gain": shift, "margin_low": shift_low, "margin_high": shift_high}
 
 
+def reviews(split: str, count: int) -> pd.DataFrame:
+    """Tweets and films of groups that no direction was found in, texts with a comma only, as many of either class."""
+    table = sentiment(["tweets", "movie"], per_domain=2000)
+    shard = {"dev": "validation", "test": "test"}[split]
+    mine = table[shards_of_groups(table["group"].tolist(), 0) == shard]
+    mine = mine[mine["text"].str.contains(",") & (mine["text"].str.len() < 300)]
+    drawn = mine.sample(frac=1, random_state=0)
+    return pd.concat([drawn[drawn["label"] == label].head(count // 2) for label in (True, False)])
+
+
+def ablation() -> None:
+    """How much of the model's own classification hangs on the sentiment direction, at all tokens and at commas."""
+    model = smollm2()
+    dev, test = reviews("dev", 200), reviews("test", 300)
+    labels = test["label"].astype(bool).tolist()
+    classifier = WordClassifier("Review: {text}\nThe sentiment of this review is", " positive", " negative")
+
+    def make() -> pd.DataFrame:
+        asked_of = classifier.fitted(model, dev["text"].tolist(), dev["label"].astype(bool).tolist())
+        direction = contrast(model, rows(), sites=[site()]).vector()
+        sites = [f"resid_post.{layer}" for layer in range(anatomy_of(model).layers)]
+        prompts = [asked_of.template.format(text=text) for text in task().contrast["text"].head(120)]
+        commas = Tokens.saying(model, ",")
+        acts = capture(model, prompts, [site()], "all", progress=False)
+        held = acts[site()][torch.tensor((acts.rows["position"] > 0).to_numpy())].float()
+        isotropic = torch.nn.functional.normalize(noise(10, len(direction)), dim=1)
+        directions = torch.cat([direction[None], isotropic, matched_directions(held, direction, 10)])
+        directions = torch.nn.functional.normalize(directions, dim=1)
+        names = ["sentiment", *(f"sphere {n}" for n in range(10)), *(f"matched {n}" for n in range(10))]
+        found = {}
+        for where, tokens, positions in (("all", None, "rest"), ("commas", commas, commas)):
+            means, _ = projection_means(model, prompts, sites, directions, tokens)
+            for number, name in enumerate(names):
+                found[f"{where}: {name}"] = mean_ablation(
+                    directions[number], sites, means[:, number].tolist(), positions
+                )
+        table = ablation_accuracies(model, asked_of, test["text"].tolist(), labels, found)
+        groups = test["group"].tolist()
+        base_right = table[table["condition"] == "base"]["right"].to_numpy()
+        each = []
+        for condition, part in table.groupby("condition", sort=False):
+            row: dict[str, object] = {"condition": condition, "accuracy": part["right"].mean()}
+            if condition != "base":
+                share = lost_interval(base_right, part["right"].to_numpy(), groups)
+                row |= dict(zip(("lost", "lost_low", "lost_high"), share, strict=True))
+            each.append(row)
+        return pd.DataFrame(each)
+
+    table = kept("ablation", make)
+    table["kind"] = table["condition"].str.replace(r" \d+$", "", regex=True)
+    shown = table.groupby("kind", sort=False).agg(
+        n=("accuracy", "size"), accuracy=("accuracy", "mean"), lost=("lost", "mean"), most=("lost", "max")
+    )
+    show(f"Accuracy of {classifier.yes!r} against {classifier.no!r} on {len(test)} texts", shown.reset_index())
+    own = table[table["condition"].str.endswith("sentiment")]
+    show("The sentiment direction, with intervals over groups", own)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Standard normal numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+LORA_LAYER, LORA_STEPS = 14, 60
+
+
+def lora() -> None:
+    """A rank-one update trained on positive texts: what it reads, and what its writer does as a steering vector."""
+    model = smollm2()
+    update = kept("lora", _trained_update)
+    down = torch.tensor(update["down"].dropna().to_numpy(), dtype=torch.float32)[None]
+    up = torch.tensor(update["up"].dropna().to_numpy(), dtype=torch.float32)[:, None]
+    split = LoraSplit.of(down, up)
+    inner, outer = f"mlp_act.{LORA_LAYER}", f"mlp_out.{LORA_LAYER}"
+    merged = split.edit(inner, outer)
+
+    def reads() -> pd.DataFrame:
+        test = reviews("test", 300)
+        acts = capture(model, test["text"].tolist(), [inner], "mean", progress=False)
+        scores = split.scores(acts[inner].flatten(1))
+        labels = test["label"].astype(bool).to_numpy()
+        own = split.auroc(acts[inner].flatten(1), labels)
+        others = noise(20, scores.shape[0] and acts[inner].flatten(1).shape[1])
+        drawn = [roc_auc_score(labels, (acts[inner].flatten(1) @ one).numpy()) for one in others]
+        every = capture(model, test["text"].tolist(), [inner], "all", progress=False)[inner].flatten(1)
+        tokens = split.scores(every)
+        return pd.DataFrame(
+            [
+                {
+                    "auroc": own,
+                    "random_low": min(drawn),
+                    "random_high": max(drawn),
+                    "mean_score": float(tokens.mean()),
+                    "deviation": float(tokens.std()),
+                    "written": float(split.write.norm()),
+                }
+            ]
+        )
+
+    classifier = kept("lora classifier", reads)
+    show(f"The classifier: a . mlp_act.{LORA_LAYER}, positive against negative texts", classifier)
+    score = float(classifier["mean_score"].iloc[0])
+    direction = contrast(model, rows(), sites=[f"resid_post.{LORA_LAYER}"]).vector()
+    cosine = float(torch.cosine_similarity(split.write[0], direction, dim=0))
+    print(f"\ncosine of the writer to the mean difference at resid_post.{LORA_LAYER}: {cosine:.3f}")
+    writer = Steering(Intervention(outer, split.vector(score), "all", name="writer"))
+    records = [
+        record("lora update", lambda: merged, method="rank-one update"),
+        record("lora writer", lambda: writer, method="writer at the mean score"),
+        record(
+            "lora random writer",
+            lambda: Steering(
+                Intervention(
+                    outer, Add(score * split.write.norm() * torch.nn.functional.normalize(noise(576), dim=0)), "all"
+                )
+            ),
+            method="random writer",
+        ),
+    ]
+    columns = ["condition", "kl", *(f"{name}_gain{end}" for name in TARGETS for end in ("", "_low", "_high"))]
+    show("Written", trade_off_table(records, base())[[*columns, "perplexity"]])
+
+
+def _trained_update() -> pd.DataFrame:
+    """A rank-one LoRA of one down projection, trained to predict positive texts; columns down and up, scaled."""
+    import peft
+
+    model = smollm2()
+    module = copy.deepcopy(model.module)
+    settings = peft.LoraConfig(
+        r=1, lora_alpha=8, target_modules=["down_proj"], layers_to_transform=[LORA_LAYER], lora_dropout=0.0
+    )
+    torch.manual_seed(0)
+    trained = peft.get_peft_model(module, settings)
+    layer = trained.base_model.model.model.layers[LORA_LAYER].mlp.down_proj
+    texts = task().texts(True)
+    tokenizer = model.require_tokenizer()
+    optimiser = torch.optim.Adam([p for p in trained.parameters() if p.requires_grad], lr=3e-3)
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
+    for step in range(LORA_STEPS):
+        some = [texts[order[(8 * step + i) % len(texts)]] for i in range(8)]
+        batch = tokenizer(some, return_tensors="pt", padding=True, truncation=True, max_length=64)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        loss = trained(**batch, labels=labels).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        if step % 10 == 0:
+            print(f"step {step}: loss {float(loss.detach()):.3f}", flush=True)
+    scale = layer.scaling["default"]
+    down = layer.lora_A["default"].weight.detach()[0]
+    up = scale * layer.lora_B["default"].weight.detach()[:, 0]
+    return pd.DataFrame({"down": pd.Series(down.numpy()), "up": pd.Series(up.numpy())})
+
+
+def loops() -> None:
+    """Every block left out, and ranges run again."""
+    model, texts = smollm2(), dev_passages()
+    layers = anatomy_of(model).layers
+
+    def skips() -> pd.DataFrame:
+        clean, found = dev_clean(), []
+        for layer in range(layers):
+            with skipped(model, layer):
+                frame = clean.compared().to_frame()
+            added = float((frame["edited_nll"] - frame["clean_nll"]).mean())
+            found.append({"layer": layer, "kl": frame["kl"].mean(), "cross_entropy_added": added})
+        return pd.DataFrame(found)
+
+    show("Each block left out: KL and cross-entropy added, nats a token", kept("skips", skips))
+    for weighting in ("uniform", "plain"):
+        table = kept(
+            f"ranges {weighting}",
+            lambda w=weighting: loop_ranges(model, texts, 4, 2, w, firsts=range(0, layers - 3, 2)),
+        )
+        show(f"Four blocks run twice, {weighting}", table)
+    best = int(kept("ranges uniform", pd.DataFrame).set_index("first")["cross_entropy_added"].idxmin())
+    reports = kept(
+        "loop reports",
+        lambda: pd.concat(
+            [
+                loop_report(model, texts, best, best + 4, repeats, weighting).assign(n=repeats, weighting=weighting)
+                for repeats in (2, 4)
+                for weighting in ("uniform", "average", "plain")
+            ]
+        ),
+    )
+    show(f"Blocks {best} to {best + 3} run again", reports)
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "methods": methods,
     "controls": controls,
     "positions": positions,
     "heads": heads,
     "truth": truth,
+    "ablation": ablation,
+    "lora": lora,
+    "loops": loops,
 }
 
 

@@ -3,9 +3,9 @@
     lost = (accuracy - accuracy under ablation) / (accuracy - chance)
 
 The model classifies by itself: logit difference of two answer words after a prompt that holds the text; the threshold
-is set on development texts. The direction's coordinate is replaced by the data's mean (by kind of token), by another
-text's, or by 0, at all tokens or at chosen ones (commas), at one layer or all. Beside it random directions: of equal
-length, and of equal variance of projections, which is the fair comparison.
+is set on development texts. The direction's coordinate is replaced by the data's mean (by kind of token), by one of
+another text, or by 0, at all tokens or at chosen ones (commas), at one layer or all; the first token, a sink, is left
+alone. Beside it random directions: of equal length, and of equal variance of projections, which is the fair comparison.
 Source: Tigges et al. 2023, "Linear Representations of Sentiment", section 4.
 """
 
@@ -19,9 +19,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from microtome.capture.collect import capture
+from microtome.capture.live_taps import EditContext
 from microtome.capture.models import LoadedModel
 from microtome.interventions.operations import Project
-from microtome.interventions.positions import Positions
+from microtome.interventions.positions import Positions, Tokens
 from microtome.interventions.steering import Intervention, Steering
 from microtome.lenses.documents import document_draws
 
@@ -77,7 +78,10 @@ def lost_interval(
     draws: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """Share lost with a 95 % bootstrap interval over groups; base and ablated are 1 where a text was put right."""
+    """Share lost with a 95 % bootstrap interval over groups; base and ablated are 1 where a text was put right.
+
+    The ends are NaN where more than one draw in a hundred is not above chance: a share of nothing has no interval.
+    """
     _, place = np.unique(np.asarray(list(groups), dtype=object).astype(str), return_inverse=True)
     counts = document_draws(int(place.max()) + 1, draws, seed)
     sizes, right, left = (np.bincount(place, weights=w) for w in (np.ones(len(place)), base, ablated))
@@ -85,17 +89,74 @@ def lost_interval(
     one, other = (counts @ right) / weights, (counts @ left) / weights
     with np.errstate(divide="ignore", invalid="ignore"):
         drawn = (one - other) / (one - chance)
-    low, high = np.nanquantile(drawn[one > chance], [0.025, 0.975])
+    known = drawn[one > chance]
+    low, high = np.quantile(known, [0.025, 0.975]) if len(known) >= 0.99 * len(drawn) else (np.nan, np.nan)
     return accuracy_lost(float(base.mean()), float(ablated.mean()), chance), float(low), float(high)
 
 
 def mean_ablation(
-    direction: Float[Tensor, " d"], sites: Sequence[str], means: Sequence[float], positions: Positions = "all"
+    direction: Float[Tensor, " d"], sites: Sequence[str], means: Sequence[float], positions: Positions = "rest"
 ) -> Steering:
-    """Set the coordinate along the direction to a mean, by site."""
+    """Set the coordinate along the direction to a mean, by site; means of 0 take it out."""
     return Steering(
-        Intervention(site, Project(direction, mean), positions, name="mean ablation")
+        Intervention(site, Project(direction, float(mean)), positions, name="mean ablation")
         for site, mean in zip(sites, means, strict=True)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Resample:
+    """Set the coordinate along a direction to one drawn from a pool: delta = w (pool[i] - u . x) u.
+
+    i is a hash of text and position, so that neither batch nor cache changes what is drawn.
+
+    Attributes:
+        direction: made a unit vector; pool: coordinates of other texts' tokens there; seed: of the draw.
+    """
+
+    direction: Tensor
+    pool: Tensor
+    seed: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "direction", Project(self.direction).basis[0])
+        if self.pool.ndim != 1 or not len(self.pool) or not bool(torch.isfinite(self.pool).all()):
+            raise ValueError(f"pool of shape {tuple(self.pool.shape)}: give finite coordinates, at least one.")
+
+    @property
+    def width(self) -> int:
+        """Channels."""
+        return len(self.direction)
+
+    @property
+    def directions(self) -> Tensor:
+        """For the ledger."""
+        return self.direction[None]
+
+    def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
+        """Towards the drawn coordinates."""
+        call = None if at is None else at.call
+        if call is None:
+            raise ValueError("Resample needs to know texts and positions: use it through Steering.")
+        mixed = (call.texts.to(x.device)[:, None] + 1) * 2654435761 + (call.positions.to(x.device) + 1) * 40503
+        drawn = ((mixed + self.seed * 69069) % 2147483647 * 48271 % 2147483647) % len(self.pool)
+        unit = self.direction.to(x)
+        gap = self.pool.to(x)[drawn] - x @ unit
+        return weight * gap[..., None] * unit
+
+
+def resample_ablation(
+    direction: Float[Tensor, " d"],
+    sites: Sequence[str],
+    pools: Sequence[Tensor],
+    positions: Positions = "rest",
+    *,
+    seed: int = 0,
+) -> Steering:
+    """Set the coordinate along the direction to that of another text's token, by site."""
+    return Steering(
+        Intervention(site, Resample(direction, pool, seed), positions, name="resample ablation")
+        for site, pool in zip(sites, pools, strict=True)
     )
 
 
@@ -104,15 +165,21 @@ def projection_means(
     texts: Sequence[str],
     sites: Sequence[str],
     directions: Float[Tensor, "direction d"],
-    tokens: object,
+    tokens: Tokens | None = None,
 ) -> tuple[Float[Tensor, "site direction"], Float[Tensor, "site direction"]]:
-    """Mean and deviation of projections over the tokens of texts at each site: all of them but the first, or those with
-    given ids."""
-    acts = capture(model, list(texts), list(sites), "all", progress=False)
-    rows = acts.rows["position"].to_numpy() > 0
-    if tokens is not None:
-        rows &= np.isin(acts.rows["token_id"].to_numpy(), list(tokens))  # pyright: ignore[reportArgumentType]
-    chosen = torch.from_numpy(rows)
+    """Mean and deviation of projections over the tokens of texts at each site: all of them but the first, or of these
+    those of one kind, such as `Tokens.saying(model, ",")`.
+
+    Raises ValueError where fewer than two such tokens are met.
+    """
+    tokenizer = model.require_tokenizer()
+    ids = [list(tokenizer(text)["input_ids"]) for text in texts]
+    acts = capture(model, ids, list(sites), "all", add_special_tokens=False, progress=False)
+    places = list(zip(acts.rows["text"], acts.rows["position"], strict=True))
+    wanted = None if tokens is None else set(tokens.ids)
+    chosen = torch.tensor([at > 0 and (wanted is None or ids[text][at] in wanted) for text, at in places])
+    if int(chosen.sum()) < 2:
+        raise ValueError(f"{int(chosen.sum())} such tokens in {len(texts)} texts: two at least make a mean.")
     means, deviations = [], []
     for site in sites:
         projected = acts[site][chosen].float() @ directions.T
@@ -149,7 +216,7 @@ def matched_directions(
         variances = [float(one @ covariance @ one) for one in ends]
         if not variances[0] <= wanted <= variances[1]:
             raise ValueError(f"No random direction has a variance of {wanted:.3g} (reached: {variances}).")
-        low, high = 0.0, 1.0
+        low, high, mixed = 0.0, 1.0, ends[0]
         for _ in range(60):
             share = (low + high) / 2
             mixed = (1 - share) * ends[0] + share * ends[1]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
 from microtome.interventions.operations import Add, Affine, Feedback, Operation, Project, Rotate
-from microtome.interventions.positions import Positions, Tokens, checked_positions
+from microtome.interventions.positions import ByText, Positions, Tokens, checked_positions
 from microtome.interventions.steering import Gate, Intervention, Steering, Strength, checked_strength
 from microtome.lenses.described_tensors import read_described, write_described
 from microtome.lenses.made_for import facts_of, require_same_weights
@@ -236,10 +236,14 @@ def _numbers(strength: Strength) -> tuple[float, ...]:
 
 
 def _positions_said(positions: Positions) -> Any:
-    return {"tokens": list(positions.ids), "text": positions.text} if isinstance(positions, Tokens) else positions
+    if isinstance(positions, Tokens):
+        return {"tokens": list(positions.ids), "text": positions.text}
+    return {"by_text": [list(one) for one in positions.numbers]} if isinstance(positions, ByText) else positions
 
 
 def _positions_read(said: Any) -> Positions:
+    if isinstance(said, dict) and "by_text" in said:
+        return ByText(said["by_text"])
     return Tokens(tuple(said["tokens"]), said["text"]) if isinstance(said, dict) else said
 
 

@@ -8,7 +8,7 @@
 There is no place for operation, sign, norm or model in it, so that those are asked for when a file is read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,9 @@ def read_control_vector(
         raise ValueError(f"{path} is damaged, or no GGUF file: {error}.") from error
     if architecture != ARCHITECTURE:
         raise ValueError(f"{path} is a GGUF file of {architecture!r}, not of {ARCHITECTURE!r}.")
-    layers = sorted(int(name.removeprefix("direction.")) for name in tensors if name.startswith("direction."))
-    if not layers:
-        raise ValueError(f"{path} holds no direction.")
+    layers = _layers(path, list(tensors))
+    if broken := [layer for layer in layers if not np.isfinite(tensors[f"direction.{layer}"]).all()]:
+        raise ValueError(f"{path}: direction.{broken[0]} holds NaN or infinity.")
     anatomy = anatomy_of(model)
     if layers[-1] >= anatomy.layers:
         raise ValueError(f"{path} has a vector of block {layers[-1]}; this model has blocks 0 to {anatomy.layers - 1}.")
@@ -100,6 +100,19 @@ def read_control_vector(
         positions=positions,
         facts=made_on(model, model_hint=hint, file=path.name, **dict(facts or {})),
     )
+
+
+def _layers(path: Path, names: Sequence[str]) -> list[int]:
+    """Numbers of the blocks. Raises ValueError for no direction, or a name that is none of `direction.1` and on."""
+    held = [name for name in names if name.startswith("direction.")]
+    if not held:
+        raise ValueError(f"{path} holds no direction.")
+    numbers = [name.removeprefix("direction.") for name in held]
+    if wrong := [
+        name for name, number in zip(held, numbers, strict=True) if not number.isdecimal() or number[0] == "0"
+    ]:
+        raise ValueError(f"{path} has a tensor {wrong[0]!r}; expected direction.N, N from 1 on.")
+    return sorted(map(int, numbers))
 
 
 def _text(reader: GGUFReader, name: str) -> str | None:

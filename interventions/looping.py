@@ -78,10 +78,17 @@ def loop_report(
     repeats: int,
     weighting: Weighting = "uniform",
 ) -> pd.DataFrame:
-    """A row per repeat: cosine to the state before, step (|z_{i+1} - z_i| / |z_i|), and KL of the logit lens between
-    the two, means over tokens but each text's first; beside them cost, and KL and cross-entropy of the looped model's
-    own predictions (the same in every row).
+    """A row per repeat: whether the loop settles, and what it does to the model's predictions.
+
+    Returns:
+        cosine to the state before; step |z_{i+1} - z_i| / |z_i|; residual |Phi(z_i) - z_i| / |z_i|, which a small
+        weight does not make small; lens_kl, KL of the logit lens between the two; means over tokens but each text's
+        first. Beside them forwards (cost), and kl and cross_entropy_added of the looped model (the same in every row).
+
+    Raises:
+        ValueError: no text of two tokens or more.
     """
+    weights = loop_weights(repeats, weighting)
     end = unembedding_of(model)
     clean = CleanTexts.of(model, list(texts)).run()
     states: list[Tensor] = []
@@ -109,6 +116,8 @@ def loop_report(
             model.module(input_ids=ids.to(end.weight.device))
     with looped(model, first, stop, repeats, weighting):
         found = clean.compared()
+    if not tokens:
+        raise ValueError("No text has two tokens: there is nothing behind the first. Give longer texts.")
     layers = anatomy_of(model).layers
     frame = found.to_frame()
     return pd.DataFrame(
@@ -116,9 +125,48 @@ def loop_report(
             "repeat": range(1, repeats + 1),
             "cosine": sums[:, 0] / tokens,
             "step": sums[:, 1] / tokens,
+            "residual": sums[:, 1] / tokens / np.abs(weights),
             "lens_kl": sums[:, 2] / tokens,
             "forwards": 1 + (repeats - 1) * (stop - first) / layers,
             "kl": frame["kl"].mean(),
             "cross_entropy_added": (frame["edited_nll"] - frame["clean_nll"]).mean(),
         }
     )
+
+
+def loop_ranges(
+    model: LoadedModel,
+    texts: Sequence[str],
+    length: int,
+    repeats: int,
+    weighting: Weighting = "uniform",
+    *,
+    firsts: Sequence[int] | None = None,
+) -> pd.DataFrame:
+    """The same number of extra blocks elsewhere: a row per range of that length, all of equal cost.
+
+    Args:
+        firsts: first blocks of the ranges; all by default.
+
+    Returns: first, stop, forwards, kl, cross_entropy_added.
+
+    Raises:
+        IndexError: a range the model does not have.
+    """
+    layers = anatomy_of(model).layers
+    chosen = range(layers - length + 1) if firsts is None else firsts
+    clean = CleanTexts.of(model, list(texts)).run()
+    rows = []
+    for first in chosen:
+        with looped(model, first, first + length, repeats, weighting):
+            frame = clean.compared().to_frame()
+        rows.append(
+            {
+                "first": first,
+                "stop": first + length,
+                "forwards": 1 + (repeats - 1) * length / layers,
+                "kl": frame["kl"].mean(),
+                "cross_entropy_added": (frame["edited_nll"] - frame["clean_nll"]).mean(),
+            }
+        )
+    return pd.DataFrame(rows)

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from microtome.capture.collect import capture
+from microtome.capture.forward_arguments import input_device
 from microtome.capture.forward_call import batch_rows
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
@@ -109,8 +110,8 @@ def patch_of(
     longest = int(position.max()) + 1
     found = []
     for site in named:
-        value = acts[site].float()
-        values = torch.zeros(len(pairs.clean), longest, *value.shape[1:])
+        value = acts[site].to(torch.promote_types(acts[site].dtype, torch.float32))
+        values = value.new_zeros(len(pairs.clean), longest, *value.shape[1:])
         values[text, position] = value
         held = torch.zeros(len(pairs.clean), longest, dtype=torch.bool)
         held[text, position] = True
@@ -168,15 +169,16 @@ def attribution_patching(model: LoadedModel, pairs: PatchingPairs, sites: Sequen
     One forward and backward over the corrupted texts, one forward over the clean ones, text by text.
     """
     anatomy = anatomy_of(model)
+    home = input_device(model.module)
     named = [Site.parse(site) for site in sites]
     sums = dict.fromkeys(named, 0.0)
     span = 0.0
     for number in range(len(pairs.clean)):
         with batch_rows([number]), torch.no_grad(), taps(model, [*named, "logits"], anatomy=anatomy) as clean:
-            model.module(input_ids=torch.tensor([pairs.clean[number]]))
+            model.module(input_ids=torch.tensor([pairs.clean[number]], device=home))
         reads = [*(Read(site, keep_graph=True) for site in named), Read("logits", keep_graph=True)]
         with torch.enable_grad(), taps(model, reads, anatomy=anatomy) as tape:
-            model.module(input_ids=torch.tensor([pairs.corrupted[number]]))
+            model.module(input_ids=torch.tensor([pairs.corrupted[number]], device=home))
             logits = tape["logits"][0, -1]
             difference = logits[pairs.correct[number]] - logits[pairs.wrong[number]]
             values = [tape[site] for site in named]

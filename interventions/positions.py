@@ -1,10 +1,11 @@
 """Where an edit acts: which tokens of the running forward, said outright and never inferred from a tensor's shape.
 
-- "all": every real token.
+- "all": every real token. "rest": every one but the first, which is a sink of massive activations in many models.
 - "prompt": the prompt's tokens. "generated": the prompt's last token, which says the first new one, and all behind it.
 - "last": the newest token of each forward. With a cache that is "generated"; without one, earlier tokens are computed
   anew and clean at every step, which is another method.
 - numbers: absolute positions, counted in real tokens from 0; negative ones from the prompt's end (-1 its last token).
+  `ByText` has other numbers for each text.
 - `Tokens`: tokens chosen by what they say, such as commas.
 
 Every policy but "last" is a function of (text, position, token), so that padding, batch and cache change nothing.
@@ -56,8 +57,36 @@ class Tokens:
         return cls(tuple(found), " ".join(sorted(wanted)))
 
 
-Positions = Literal["all", "prompt", "generated", "last"] | int | Sequence[int] | Tokens
-NAMES = ("all", "prompt", "generated", "last")
+@dataclass(frozen=True)
+class ByText:
+    """Positions of each text, as it is numbered in the call: a subject's place in its sentence.
+
+    Attributes:
+        numbers: for each text, absolute positions; negative ones from the prompt's end.
+    """
+
+    numbers: tuple[tuple[int, ...], ...]
+
+    def __init__(self, numbers: Sequence[int | Sequence[int]]):
+        held = tuple((one,) if isinstance(one, int) else tuple(one) for one in numbers)
+        if not held or any(isinstance(n, bool) or not isinstance(n, int) for one in held for n in one):
+            raise ValueError(f"ByText({numbers!r:.60}): give whole numbers for each text.")
+        object.__setattr__(self, "numbers", held)
+
+    def mask(self, call: ForwardCall) -> Bool[Tensor, "batch token"]:
+        """Where the numbers of each row's text are. Raises ValueError for a text that has none."""
+        texts, at = call.texts.tolist(), call.positions
+        if max(texts) >= len(self.numbers):
+            raise ValueError(f"Positions of {len(self.numbers)} texts, and text {max(texts)} runs: give some for each.")
+        chosen = torch.zeros_like(call.is_real)
+        for row, text in enumerate(texts):
+            for number in self.numbers[text]:
+                chosen[row] |= at[row] == (number if number >= 0 else int(call.prompt_tokens[row]) + number)
+        return chosen
+
+
+Positions = Literal["all", "rest", "prompt", "generated", "last"] | int | Sequence[int] | Tokens | ByText
+NAMES = ("all", "rest", "prompt", "generated", "last")
 
 
 def checked_positions(positions: object) -> Positions:
@@ -68,7 +97,7 @@ def checked_positions(positions: object) -> Positions:
                 f"positions={positions!r}: give one of {', '.join(NAMES)}, numbers, or Tokens.saying(model, ...)."
             )
         return positions  # pyright: ignore[reportReturnType]
-    if isinstance(positions, Tokens):
+    if isinstance(positions, Tokens | ByText):
         return positions
     numbers = (
         [positions] if isinstance(positions, int) else list(positions) if isinstance(positions, Iterable) else None
@@ -93,6 +122,10 @@ def position_mask(positions: Positions, call: ForwardCall) -> Bool[Tensor, "batc
     if positions == "all":
         return real
     at = call.positions
+    if positions == "rest":
+        return real & (at > 0)
+    if isinstance(positions, ByText):
+        return positions.mask(call) & real
     if positions == "last":
         return real & (at == at.max(1, keepdim=True).values)
     prompt = call.prompt_tokens[:, None].to(at.device)
