@@ -6,8 +6,9 @@ was before it was normalised; an `Artefact` does, and refuses another model, sit
 """
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
 from microtome.interventions.operations import Add, Affine, Feedback, Operation, Project, Rotate
 from microtome.interventions.positions import ByText, Positions, Tokens, checked_positions
-from microtome.interventions.steering import Gate, Intervention, Steering, Strength
+from microtome.interventions.steering import Gate, Intervention, Steering, Strength, checked_strength
 from microtome.lenses.described_tensors import read_described, write_described
 from microtome.lenses.made_for import facts_of, require_same_weights
 
@@ -71,10 +72,23 @@ class Artefact:
         if not self.sites or any(len(value) != len(self.sites) for value in self.tensors.values()):
             sizes = {name: len(value) for name, value in self.tensors.items()}
             raise ValueError(f"{len(self.sites)} sites and tensors of {sizes}: give one entry per site, at least one.")
+        if twice := [site for site in dict.fromkeys(self.sites) if self.sites.count(site) > 1]:
+            raise ValueError(f"{twice[0]} is listed twice: give each site once.")
+        self._require_fields()
         for name in ("raw_norm", "offset"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.sites):
                 raise ValueError(f"{name} has {len(value)} entries for {len(self.sites)} sites.")
+
+    def _require_fields(self) -> None:
+        known = {one.name: one for one in fields(OPERATIONS[self.operation])}
+        held = [*self.tensors, *self.options]
+        needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
+        if not set(needed) <= set(held) <= set(known):
+            raise ValueError(
+                f"{self.operation!r} needs {', '.join(needed)} and may have {', '.join(known)}; this one has "
+                f"{', '.join(held)}."
+            )
 
     def __repr__(self) -> str:
         several = f"{len(self.sites)} sites, {self.sites[0]} to {self.sites[-1]}"
@@ -143,7 +157,8 @@ class Artefact:
 
         Args:
             model: the one it was made for; others are refused.
-            strength: a number, or one for each text.
+            strength: a number, or one for each text. Maps ("affine") are meant for 0, nothing, to 1, the whole map;
+                beyond, a warning says that channels are sent past what they were fitted on.
             positions: where it acts; as `self.positions` if not given.
 
         Raises:
@@ -153,6 +168,12 @@ class Artefact:
         require_same_weights(self.facts, model, repr(self))
         where = self.positions if positions is None else positions
         name = self.method or self.operation
+        if self.operation == "affine" and any(not 0 <= one <= 1 for one in _numbers(strength)):
+            warnings.warn(
+                f"{self}: strength {strength!r:.40} is outside 0 to 1. A map is whole at 1; beyond, channels go past "
+                "what they were fitted on.",
+                stacklevel=2,
+            )
         steering = Steering(
             Intervention(site, self.operation_at(site), where, strength, gate, name) for site in self.sites
         )
@@ -207,6 +228,11 @@ class Artefact:
         said["positions"] = _positions_read(said["positions"])
         said["sites"], said["counts"] = tuple(said["sites"]), tuple(said["counts"])
         return cls(tensors=named, raw_norm=tensors.get("raw_norm"), offset=tensors.get("offset"), **said)
+
+
+def _numbers(strength: Strength) -> tuple[float, ...]:
+    held = checked_strength(strength)
+    return held if isinstance(held, tuple) else (held,)
 
 
 def _positions_said(positions: Positions) -> Any:

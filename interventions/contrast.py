@@ -178,6 +178,10 @@ def contrast(
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}: give one of {', '.join(METHODS)}.")
+    if not all(rows.counts):
+        raise ValueError(
+            f"{rows.counts[0]} wanted and {rows.counts[1]} unwanted rows are one class: give rows of both."
+        )
     chosen = [str(Site.parse(site)) for site in sites] if sites is not None else list(rows.sites)
     vectors, norms, offsets = [], [], []
     for site in chosen:

@@ -9,9 +9,10 @@ computed once, in an `Evaluation`, and shared by all records.
     record = evaluation.run("mean x 2", artefact.steering(model, strength=2.0))
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,102 +24,20 @@ from microtome.capture.anatomy import Anatomy
 from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.generated import Generation
 from microtome.capture.models import LoadedModel
-from microtome.data.replaced_file import replaced_file
+from microtome.interventions.artefact import made_on
+from microtome.interventions.evaluation_record import DRAWS as DRAWS
+from microtome.interventions.evaluation_record import EvaluationRecord
+from microtome.interventions.evaluation_record import mean_interval as mean_interval
+from microtome.interventions.evaluation_record import ratio_interval as ratio_interval
 from microtome.interventions.generation import generate
+from microtome.interventions.measured_on import fingerprint_of
 from microtome.interventions.read_back import read_back
 from microtome.interventions.steering import Steering, anatomy_of
 from microtome.interventions.targets import Target, Written
-from microtome.interventions.text_measures import pooled_distinct, text_measures
-from microtome.lenses.documents import document_draws
+from microtome.interventions.text_measures import text_measures
 from microtome.lenses.next_token import CleanTexts
 
-DRAWS = 2000
-PARTS = ("texts", "neutral", "layers")
-Interval = tuple[float, float, float]
-
-
-@dataclass(frozen=True, eq=False)
-class EvaluationRecord:
-    """What one condition did.
-
-    Attributes:
-        name: of the condition.
-        facts: JSON-able: method, strength, site, settings of generation, seconds, tokens, whatever was noted.
-        targets: columns of `texts` that are targets.
-        texts: a row per prompt: text, prompt, completion, tokens, ended, the targets, nll, nll_whole and their tokens,
-            effort, relative, distinct_n, repetition, empty.
-        neutral: a row per neutral passage: kl, clean_nll, edited_nll, rows.
-        layers: a row per site: relative, largest, effort (per token), before, after.
-    """
-
-    name: str
-    facts: Mapping[str, Any]
-    targets: tuple[str, ...]
-    texts: pd.DataFrame
-    neutral: pd.DataFrame
-    layers: pd.DataFrame
-
-    def __repr__(self) -> str:
-        said = ", ".join(f"{name} {self.texts[name].mean():.3g}" for name in self.targets)
-        return f"EvaluationRecord({self.name}: {said}; KL {self.kl:.3g}, perplexity {self.perplexity:.4g})"
-
-    @cached_property
-    def kl(self) -> float:
-        """KL(unsteered || steered) on neutral text, nats a token."""
-        return _weighted(self.neutral, "kl", "rows")
-
-    @cached_property
-    def perplexity(self) -> float:
-        """Of the continuations, by the unsteered model."""
-        return float(np.exp(self.texts["nll"].sum() / max(self.texts["tokens_read"].sum(), 1)))
-
-    def to_frame(self, *, draws: int = DRAWS, seed: int = 0) -> pd.DataFrame:
-        """One row: means, with 95 % bootstrap intervals over prompts (targets) and passages (KL)."""
-        row: dict[str, Any] = {"condition": self.name}
-        row |= {key: self.facts[key] for key in ("method", "strength", "site", "positions") if key in self.facts}
-        for name in self.targets:
-            row[name], row[f"{name}_low"], row[f"{name}_high"] = mean_interval(self.texts[name], draws, seed)
-        row["kl"], row["kl_low"], row["kl_high"] = ratio_interval(
-            self.neutral["kl"] * self.neutral["rows"], self.neutral["rows"], draws, seed
-        )
-        clean, edited = (_weighted(self.neutral, f"{which}_nll", "targets") for which in ("clean", "edited"))
-        row |= {"cross_entropy": edited, "cross_entropy_added": edited - clean}
-        for name, nats, tokens in (
-            ("perplexity", "nll", "tokens_read"),
-            ("perplexity_whole", "nll_whole", "tokens_whole"),
-        ):
-            found = ratio_interval(self.texts[nats], self.texts[tokens], draws, seed)
-            row[name], row[f"{name}_low"], row[f"{name}_high"] = np.exp(found)
-        for n in (1, 2, 3):
-            row[f"distinct_{n}"] = pooled_distinct(self.texts["completion"].tolist(), n)
-        row |= {
-            "repetition": float(self.texts["repetition"].mean()),
-            "empty": float(self.texts["empty"].mean()),
-            "tokens": float(self.texts["tokens"].mean()),
-            "effort": float(self.texts["effort"].mean()),
-            "relative": float(self.texts["relative"].mean()),
-            "tokens_per_second": float(self.facts.get("tokens_per_second", np.nan)),
-        }
-        return pd.DataFrame([row])
-
-    def save(self, folder: str | Path) -> None:
-        """Write tables and facts to a folder; the facts last, so that a folder with them is whole."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for part in PARTS:
-            with replaced_file(folder / f"{part}.parquet") as scratch:
-                getattr(self, part).to_parquet(scratch)
-        said = {"name": self.name, "targets": list(self.targets), "facts": dict(self.facts)}
-        with replaced_file(folder / "record.json") as scratch:
-            scratch.write_text(json.dumps(said, indent=1), encoding="utf-8")
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "EvaluationRecord":
-        """Read what `save` wrote. FileNotFoundError where there is none, or an unfinished one."""
-        folder = Path(folder)
-        said = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        tables = {part: pd.read_parquet(folder / f"{part}.parquet") for part in PARTS}
-        return cls(said["name"], said["facts"], tuple(said["targets"]), **tables)
+MEASURED_ON = "measured_on"
 
 
 @dataclass(eq=False)
@@ -168,6 +87,25 @@ class Evaluation:
         found = grouped[["kl", "clean_nll", "edited_nll"]].mean()
         return found.assign(rows=grouped.size(), targets=grouped["targets"].sum()).reset_index()
 
+    def measured_on(self, steering: Steering | None, prompts: Sequence[str]) -> dict[str, Any] | None:
+        """What a record depends on, part by part: model, prompts, neutral, targets, generation, batches, steering.
+
+        None where a part does not say what it is (a function among the edits): such a record is never read again.
+        """
+        model = made_on(self.model)
+        try:
+            return {
+                "model": {key: model[key] for key in ("weight_sha256", "template_sha256", "dtype")},
+                "prompts": fingerprint_of(list(prompts)),
+                "neutral": fingerprint_of(list(self.neutral)),
+                "targets": {target.name: fingerprint_of(target) for target in self.targets},
+                "generation": fingerprint_of(asdict(self.generation)),
+                "max_tokens": self.max_tokens,
+                "steering": None if steering is None else fingerprint_of(steering),
+            }
+        except TypeError:
+            return None
+
     def run(
         self,
         name: str,
@@ -176,17 +114,31 @@ class Evaluation:
         prompts: Sequence[str] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> EvaluationRecord:
-        """The record of one condition; read from the cache if it is there.
+        """The record of one condition; read from the cache if it is there and was measured on the same.
 
         Args:
             steering: what acts; None is the unsteered model.
             prompts: in place of the evaluation's own (as many), for conditions that ask in words.
             facts: noted in the record: method, strength, site.
+
+        Raises:
+            ValueError: another number of prompts; strengths by text, which the neutral passages have none of.
+            TypeError: facts that JSON cannot hold.
         """
+        asked = list(self.prompts if prompts is None else prompts)
+        if len(asked) != len(self.prompts):
+            raise ValueError(f"{len(asked)} prompts for an evaluation of {len(self.prompts)}: conditions are paired.")
+        if by_text := [one.name for one in steering or () if isinstance(one.strength, tuple)]:
+            raise ValueError(
+                f"{by_text[0]} has a strength for each text, and the neutral passages are others: a condition has one "
+                "strength. Evaluate each by itself."
+            )
+        noted, wanted = dict(facts or {}), self.measured_on(steering, asked)
         held = None if self.cache is None else self.cache / _file_name(name)
-        if held is not None and (held / "record.json").is_file():
-            return EvaluationRecord.load(held)
-        record = self._measured(name, steering, list(self.prompts if prompts is None else prompts), dict(facts or {}))
+        json.dumps(noted)
+        if held is not None and wanted is not None and (record := _kept(held, name, wanted)) is not None:
+            return replace(record, facts={**record.facts, **noted})
+        record = self._measured(name, steering, asked, noted | {MEASURED_ON: wanted})
         if held is not None:
             record.save(held)
         return record
@@ -194,8 +146,6 @@ class Evaluation:
     def _measured(
         self, name: str, steering: Steering | None, prompts: list[str], facts: dict[str, Any]
     ) -> EvaluationRecord:
-        if len(prompts) != len(self.prompts):
-            raise ValueError(f"{len(prompts)} prompts for an evaluation of {len(self.prompts)}: conditions are paired.")
         said = generate(
             self.model, prompts, steering, self.generation, anatomy=self.anatomy, max_tokens=self.max_tokens
         )
@@ -257,35 +207,16 @@ def _effort(by_text: pd.DataFrame, n: int) -> pd.DataFrame:
     return found.reindex(range(n), fill_value=0.0).reset_index(drop=True)
 
 
-def _weighted(frame: pd.DataFrame, value: str, weight: str) -> float:
-    known = frame[value].notna()
-    return float((frame[value] * frame[weight])[known].sum() / frame[weight][known].sum())
-
-
-def mean_interval(values: pd.Series | np.ndarray, draws: int = DRAWS, seed: int = 0, level: float = 0.95) -> Interval:
-    """Mean and percentile bootstrap interval over rows; NaN rows are left out."""
-    held = np.asarray(values, dtype=float)
-    held = held[~np.isnan(held)]
-    return ratio_interval(held, np.ones(len(held)), draws, seed, level)
-
-
-def ratio_interval(
-    numerators: pd.Series | np.ndarray,
-    denominators: pd.Series | np.ndarray,
-    draws: int = DRAWS,
-    seed: int = 0,
-    level: float = 0.95,
-) -> Interval:
-    """Sum over sum, and its percentile bootstrap interval, drawing rows of both together."""
-    above, below = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
-    if not len(above):
-        return (np.nan, np.nan, np.nan)
-    counts = document_draws(len(above), draws, seed)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        drawn = (counts @ above) / (counts @ below)
-        low, high = np.nanquantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-        return float(above.sum() / below.sum()), float(low), float(high)
+def _kept(folder: Path, name: str, wanted: Mapping[str, Any]) -> EvaluationRecord | None:
+    """The record of a folder if it is whole, of this condition and measured on the same; else None."""
+    try:
+        record = EvaluationRecord.load(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if record.name == name and record.facts.get(MEASURED_ON) == wanted else None
 
 
 def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._-+" else "_" for letter in name)
+    """A folder's name that no other condition has, on systems that do not tell capitals apart either."""
+    plain = "".join(letter if letter.isalnum() or letter in "._-+" else "_" for letter in name)
+    return f"{plain[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -46,7 +46,7 @@ class CosineGate:
     pooling: Literal["mean", "last"] = "mean"
     softness: float = 0.0
     measure: Literal["tanh", "cosine"] = "tanh"
-    log: list[tuple[int, float, float]] = field(default_factory=list)
+    log: list[tuple[int, float, float]] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
         if not bool(torch.isfinite(self.direction).all()) or not bool(self.direction.any()):

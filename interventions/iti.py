@@ -22,6 +22,8 @@ from torch import Tensor
 
 from microtome.capture.models import LoadedModel
 from microtome.interventions.artefact import Artefact, made_on
+from microtome.interventions.contrast import LEAST_GAP
+from microtome.interventions.controls import shuffled_labels
 from microtome.interventions.head_rows import HeadRows
 from microtome.interventions.positions import Positions
 from microtome.lenses.short_repr import short_repr
@@ -35,7 +37,8 @@ Probe = Literal["logistic", "mlp"]
 Direction = Literal["mean", "probe", "random"]
 INNER_FOLDS = 4
 PENALTY = 0.1  # C of the logistic probes
-MLP = MlpSettings(epochs=60)
+STEPS = 600  # of Adam at least, however few the rows: ten epochs of some hundred rows leave a network at its start
+RATE = 5e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +73,7 @@ class HeadShifts:
     ) -> Artefact:
         """The K best heads (after the first `skip`); strength is alpha, in deviations.
 
-        Raises ValueError for more heads than there are.
+        Raises ValueError for more heads than there are, or a head without a shift.
         """
         if not 1 <= heads <= len(self.table) - skip:
             raise ValueError(f"heads={heads}: there are {len(self.table) - skip} after the first {skip}.")
@@ -89,7 +92,7 @@ class HeadShifts:
     ) -> Artefact:
         """The control: as many heads drawn among those that are not the best, with their own theta and sigma."""
         rest = np.arange(heads, len(self.table))
-        if len(rest) < heads:
+        if not 1 <= heads <= len(rest):
             raise ValueError(f"heads={heads}: only {len(rest)} others are left to draw from.")
         drawn = np.random.default_rng(seed).permutation(rest)[:heads]
         return self._of(model, sorted(drawn.tolist()), f"random heads {seed}", names, positions)
@@ -99,6 +102,13 @@ class HeadShifts:
     ) -> Artefact:
         rows = list(numbers)
         sites = tuple(self.table["site"].iloc[rows])
+        if silent := [site for site, row in zip(sites, rows, strict=True) if not bool(self.theta[row].any())]:
+            several = ", ..." if len(silent) > 4 else ""
+            raise ValueError(
+                f"{', '.join(silent[:4])}{several}: what the head holds is the same for both classes, so that it has "
+                f"no shift. Take fewer heads than {len(rows)}, or read other tokens: the end of a chat template may be "
+                "the same in all texts."
+            )
         return Artefact(
             "add",
             sites,
@@ -168,10 +178,16 @@ def head_accuracy(
     if probe == "logistic":
         decision = fit_logistic(z, y, train, [PENALTY]).decision(z)[:, 0, :, 0]
     else:
-        decision = fit_mlps(z, y, train, settings=MLP, seed=seed).logits(z)[:, 0]
+        decision = fit_mlps(z, y, train, settings=_network(int(train.sum(1).min())), seed=seed).logits(z)[:, 0]
     own = torch.from_numpy(test)[None]
     right = ((decision > 0) == y[:, None]) & own
     return (right.sum((1, 2)) / own.sum()).numpy()
+
+
+def _network(rows: int) -> MlpSettings:
+    """NL-ITI's hidden units; its ten epochs, or as many more as the number of steps takes."""
+    batch = MlpSettings().batch
+    return MlpSettings(epochs=max(MlpSettings().epochs, -(-STEPS // max(rows // batch, 1))), learning_rate=RATE)
 
 
 def head_directions(
@@ -180,7 +196,8 @@ def head_directions(
     """theta of each head, at length 1; 0 for a head that holds the same for both classes."""
     y = torch.tensor(labels)
     if kind == "mean":
-        found = z[:, y].double().mean(1) - z[:, ~y].double().mean(1)
+        apart = z[:, y].double().mean(1) - z[:, ~y].double().mean(1)
+        found = torch.where(apart.norm(dim=1) > LEAST_GAP * z.double().norm(dim=2).mean(1), apart.T, 0).T
     elif kind == "probe":
         everything = torch.ones(1, len(y), dtype=torch.bool)
         found = fit_logistic(z, y[None], everything, [PENALTY]).raw_weights[:, 0, 0, 0]
@@ -195,8 +212,6 @@ def best_by_luck(
     rows: HeadRows, labels: Sequence[bool] | np.ndarray, groups: Sequence[object], *, draws: int = 20, seed: int = 0
 ) -> Float[np.ndarray, " draw"]:
     """Accuracy of the best head on labels exchanged between groups: what choosing among all heads gives by luck."""
-    from microtome.interventions.controls import shuffled_labels
-
     codes = group_codes(list(groups), n_rows=rows.z.shape[1])
     label = np.asarray(labels, dtype=bool)
     return np.array(

@@ -39,8 +39,7 @@ class Choices:
             if set(pair["label"]) != {True, False}:
                 continue
             true, false = (pair[pair["label"] == label].iloc[0] for label in (True, False))
-            cut = [text.rindex(end) for text, end in ((true["text"], true["object"]), (false["text"], false["object"]))]
-            stems = [row["text"][:at].rstrip() for row, at in zip((true, false), cut, strict=True)]
+            stems = [_stem(row["text"], row["object"]) for row in (true, false)]
             if stems[0] != stems[1]:
                 raise ValueError(f"The statements on {entity!r} ({template}) do not begin alike: {stems}.")
             rows.append(
@@ -66,3 +65,11 @@ class Choices:
             nats = nats / found.tokens.numpy()
         true, false = nats[: len(self)], nats[len(self) :]
         return false - true
+
+
+def _stem(text: str, answer: str) -> str:
+    """What stands before the answer; a full stop may follow it."""
+    whole = text.rstrip().removesuffix(".")
+    if not whole.endswith(answer):
+        raise ValueError(f"{text!r} does not end in {answer!r}: the answer has to come last.")
+    return whole.removesuffix(answer).rstrip()

@@ -343,7 +343,10 @@ class Function:
 
     def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
         assert at is not None
-        return weight * self.function(x, at)
+        change = self.function(x, at)
+        if change.shape != x.shape:
+            raise ValueError(f"The function gave {tuple(change.shape)}; expected {tuple(x.shape)}, the shape of x.")
+        return weight * change
 
 
 def _to(tensor: Tensor, x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def search_strength(
     Raises:
         ValueError: a limit that is not above 0, a start of 0 or beyond `largest`.
     """
-    if not limit > 0 or start == 0 or abs(start) > largest or not 0 < tolerance < 1 or most < 2:
+    if not limit > 0 or start == 0 or not abs(start) <= largest or not 0 < tolerance < 1 or most < 2:
         raise ValueError(
             f"limit={limit}, start={start}, largest={largest}, tolerance={tolerance}, most={most}: give a limit above "
             "0, a start that is not 0 and not beyond largest, a tolerance between 0 and 1, at least two calls."

@@ -6,12 +6,13 @@ projections: a probe is fitted on other sources at another layer, words are coun
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from microtome.capture.anatomy import Anatomy
@@ -120,7 +121,10 @@ class AttributeWords:
 
     def __post_init__(self):
         if not self.wanted or not self.unwanted or set(self.wanted) & set(self.unwanted):
-            raise ValueError("AttributeWords needs two lists of token ids, neither empty, without a token in both.")
+            raise ValueError(
+                f"wanted={self.wanted[:8]}, unwanted={self.unwanted[:8]}: AttributeWords needs two lists of token ids, "
+                "neither empty, without a token in both."
+            )
 
     @classmethod
     def of(
@@ -134,13 +138,10 @@ class AttributeWords:
     ) -> "AttributeWords":
         """From words; each stands for its first token behind a space.
 
-        Raises ValueError if a token is in both lists.
+        Raises ValueError for a word of no token or an unknown one, and if a token is in both lists.
         """
         tokenizer = model.require_tokenizer()
-        lists = [
-            tuple(dict.fromkeys(tokenizer(f" {w.strip()}", add_special_tokens=False)["input_ids"][0] for w in words))
-            for words in (wanted, unwanted)
-        ]
+        lists = [tuple(dict.fromkeys(_first_token(tokenizer, w) for w in words)) for words in (wanted, unwanted)]
         return cls(lists[0], lists[1], stem, name)
 
     def log_odds(self, model: LoadedModel, prompts: Sequence[str], steering: Steering | None) -> np.ndarray:
@@ -182,15 +183,18 @@ class ProbeScore:
         Args:
             table: text, label (True is wanted), group.
             C: inverse penalty.
-            seed: of the fifth of the groups on which its AUROC (of a text's mean decision) is told.
-        """
-        from sklearn.metrics import roc_auc_score
+            seed: of the fifth of the groups on which its AUROC (of a text's mean decision) is told; NaN where they are
+                of one class.
 
+        Raises ValueError for texts of one class.
+        """
         acts = capture(model, table["text"].tolist(), [site], "all", progress=False)
         rows = acts.rows["text"].to_numpy()
         keep = acts.rows["position"].to_numpy() > 0
         x = acts[site].flatten(1).float().numpy()[keep]
         rows, label = rows[keep], table["label"].to_numpy().astype(bool)
+        if len(set(label.tolist())) < 2:
+            raise ValueError("The probe's texts are of one class: give texts of both.")
         groups = table["group"].to_numpy()
         known = np.unique(groups)
         held = np.isin(groups, np.random.default_rng(seed).permutation(known)[: max(len(known) // 5, 1)])
@@ -199,7 +203,8 @@ class ProbeScore:
         decision = judge.decision_function(x[~is_fit])
         texts, place = np.unique(rows[~is_fit], return_inverse=True)
         means = np.bincount(place, weights=decision) / np.bincount(place)
-        auroc = float(roc_auc_score(label[texts], means))
+        is_told = len(set(label[texts].tolist())) == 2
+        auroc = float(roc_auc_score(label[texts], means)) if is_told else float("nan")
         probe = LogisticProbe(C=C).fit(x, label[rows])
         facts = {"texts": len(table), "held_out_auroc": auroc, "held_out_texts": len(texts), "site": site}
         direction = torch.from_numpy(probe.coef_[0]).float()
@@ -208,3 +213,10 @@ class ProbeScore:
     def score(self, written: Written) -> np.ndarray:
         rows = written.read.activations[Site.parse(self.site)]
         return written.read.mean_by_text((rows @ self.direction + self.bias).double().numpy())
+
+
+def _first_token(tokenizer: Any, word: str) -> int:
+    ids = tokenizer(f" {word.strip()}", add_special_tokens=False)["input_ids"]
+    if not word.strip() or not ids or ids[0] == tokenizer.unk_token_id:
+        raise ValueError(f"The word {word!r} has no token in this vocabulary. Leave it out.")
+    return ids[0]
