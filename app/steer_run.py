@@ -43,11 +43,11 @@ from microtome.interventions.steering_task import SteeringTask, neutral_passages
 from microtome.interventions.strength_search import search_strength
 from microtome.interventions.targets import AttributeWords, ProbeScore, Target, VaderScore
 from microtome.interventions.trade_off import best_within, trade_off_table
-from microtome.lenses.next_token import CleanTexts
 
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the strength at the limit
 SHARES_BELOW = (0.2, 0.4, 0.6, 0.8, 1.0)  # of the largest strength, where the limit is out of reach
 LEAST_FOR_PROBE = 20  # texts of either class
+NEUTRAL_PROMPT = 8  # tokens by which a gate decides on a neutral passage
 NEAREST = 3  # random directions that are let write
 SHOWN_TEXTS = 12
 
@@ -144,18 +144,20 @@ class _Bench:
         prompts = {"dev": self.task.prompts["dev"]["text"].tolist(), "test": self.prompts}
         return {
             split: Evaluation(
-                self.model, prompts[split], self.targets, passages, settings, cache=self.kept / "records" / split
+                self.model,
+                prompts[split],
+                self.targets,
+                passages,
+                settings,
+                neutral_prompt=NEUTRAL_PROMPT,
+                cache=self.kept / "records" / split,
             )
             for split, passages in zip(("dev", "test"), self.passages, strict=True)
         }
 
-    @cached_property
-    def clean(self) -> CleanTexts:
-        return CleanTexts.of(self.model, self.passages[0])
-
     def kl(self, steering: Steering) -> float:
         """On the development passages."""
-        return float(self.clean.kl(steering.edits(self.model)).kl.mean())
+        return float(self.evaluations["dev"].clean.kl(steering.edits(self.model)).kl.mean())
 
     def record(self, split: str, name: str, steering: Steering | None, **facts: Any) -> EvaluationRecord:
         found = self.evaluations[split].run(name, steering, facts=facts)
@@ -237,8 +239,8 @@ def _made(
         html_report(
             f"{Path(config.model).name}: from {task.names[1]} to {task.names[0]}",
             steer_sections(tables, figures),
-            lead=f"{len(bench.prompts)} prompts, {config.tokens} tokens each, at {fits.site}; depth and strength chosen "
-            f"on other prompts and passages, KL up to {config.limit:g} nats. This took {spoken_seconds(seconds)}.",
+            lead=f"{len(bench.prompts)} prompts, {config.tokens} tokens each, at {fits.site}; depth and strength "
+            f"chosen on other prompts and passages, KL up to {config.limit:g} nats. This took {spoken_seconds(seconds)}.",
             headline=steer_headline(tables),
             provenance=run.provenance,
             command=f"microtome steer --config {shlex.quote(str(folder.path / 'config.yaml'))}",

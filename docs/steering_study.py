@@ -77,6 +77,7 @@ PROBE_SITE = "resid_post.14"
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the strength at the limit
 SHARES_BELOW = (0.2, 0.4, 0.6, 0.8, 1.0)  # of the largest strength, where the limit is out of reach
 TOKENS = 32
+GATED = 8  # tokens of a neutral passage by which a gate decides
 TARGETS = ("independent_probe", "vader_same_source", "word_odds")
 
 
@@ -120,7 +121,7 @@ def word_odds() -> AttributeWords:
 
 
 @cache
-def evaluation(split: str = "test") -> Evaluation:
+def evaluation(split: str = "test", neutral_prompt: int = 1) -> Evaluation:
     """100 test or 40 development prompts."""
     return Evaluation(
         smollm2(),
@@ -128,6 +129,7 @@ def evaluation(split: str = "test") -> Evaluation:
         [probe(), VaderScore(), word_odds()],
         task().neutral if split == "test" else dev_passages(),
         Generation(max_new_tokens=TOKENS),
+        neutral_prompt=neutral_prompt,
     )
 
 
@@ -139,14 +141,20 @@ def dev_passages() -> list[str]:
 
 
 @cache
-def dev_clean() -> CleanTexts:
+def dev_clean(neutral_prompt: int = 1) -> CleanTexts:
     """The same, as the unsteered model takes it."""
-    return CleanTexts.of(smollm2(), dev_passages())
+    return CleanTexts.of(smollm2(), dev_passages(), prompt_tokens=neutral_prompt)
+
+
+def neutral_prompt_of(steering: Steering | None) -> int:
+    """Tokens of a neutral passage that count as its prompt: a gate needs some to decide by."""
+    return GATED if any(one.gate is not None for one in steering or ()) else 1
 
 
 def dev_kl(steering: Steering) -> float:
     """KL on the development passages."""
-    return float(dev_clean().kl(steering.edits(smollm2())).kl.mean())
+    clean = dev_clean(neutral_prompt_of(steering))
+    return float(clean.kl(steering.edits(smollm2())).kl.mean())
 
 
 def record(name: str, steer: Callable[[], Steering | None], split: str = "test", **more: object) -> EvaluationRecord:
@@ -156,7 +164,9 @@ def record(name: str, steer: Callable[[], Steering | None], split: str = "test",
         return EvaluationRecord.load(folder)
     begun = time.perf_counter()
     prompts = more.pop("prompts", None)
-    found = evaluation(split).run(name, steer(), prompts=prompts, facts=more)  # pyright: ignore[reportArgumentType]
+    steering = steer()
+    bench = evaluation(split, neutral_prompt_of(steering))
+    found = bench.run(name, steering, prompts=prompts, facts=more)  # pyright: ignore[reportArgumentType]
     found.save(folder)
     print(f"[{time.perf_counter() - begun:4.0f} s] {found!r}", flush=True)
     return found

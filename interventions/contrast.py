@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float
-from sklearn.covariance import ledoit_wolf
 from torch import Tensor
 
 from microtome.capture.activations import Activations
@@ -76,6 +75,8 @@ class ContrastRows:
             sides.append((numbers[side][order], x[side][order]))
         if not torch.equal(sides[0][0], sides[1][0]):
             raise ValueError("pairs: every number needs one wanted and one unwanted text.")
+        if len(sides[0][0].unique()) < len(sides[0][0]):
+            raise ValueError("pairs: a number stands for two pairs. Give every pair its own.")
         return sides[0][1] - sides[1][1]
 
 
@@ -119,7 +120,7 @@ def contrast_rows(
             f"{len(wanted)} wanted and {len(unwanted)} unwanted texts cannot be paired: give as many each."
         )
     acts = capture(model, [*wanted, *unwanted], sites, positions, progress=progress, **options)
-    if len(acts.rows) != len(wanted) + len(unwanted):
+    if acts.rows["text"].tolist() != list(range(len(wanted) + len(unwanted))):
         raise ValueError(
             f"positions={positions!r:.40} keep {len(acts.rows)} rows of {len(wanted) + len(unwanted)} texts: give one "
             "position per text, such as 'last' or 'mean'."
@@ -219,6 +220,8 @@ def _direction(rows: ContrastRows, site: str, method: Method) -> tuple[Tensor, f
     if method == "mean":
         direction = difference
     elif method == "whitened":
+        from sklearn.covariance import ledoit_wolf  # late: importing it draws from Python's random generator
+
         within = torch.cat([plus - plus.mean(0), minus - minus.mean(0)]).numpy()
         covariance = torch.from_numpy(ledoit_wolf(within, assume_centered=True)[0])
         direction = torch.linalg.solve(covariance, difference)
@@ -265,9 +268,11 @@ def separation(
         projections, cosines = torch.zeros(len(x), dtype=torch.float64), []
         for fold in range(folds):
             kept = place != fold
-            part = x[kept & rows.wanted].mean(0) - x[kept & ~rows.wanted].mean(0)
+            ends = x[kept & rows.wanted].mean(0), x[kept & ~rows.wanted].mean(0)
+            part = ends[0] - ends[1]
             size = part.norm().clamp_min(1e-30)
-            projections[~kept] = (x[~kept] @ part) / size
+            # from the middle of the classes: folds' directions differ, and what all texts share would spread them
+            projections[~kept] = ((x[~kept] - (ends[0] + ends[1]) / 2) @ part) / size
             cosines.append(float((part @ whole) / (size * whole.norm().clamp_min(1e-30))))
         plus, minus = projections[rows.wanted], projections[~rows.wanted]
         spread = float(((plus.var() + minus.var()) / 2).sqrt())

@@ -24,6 +24,7 @@ from microtome.capture.anatomy import Anatomy
 from microtome.capture.batches import MAX_TOKENS
 from microtome.capture.generated import Generation
 from microtome.capture.models import LoadedModel
+from microtome.capture.text_source import TextSource, text_source
 from microtome.interventions.artefact import made_on
 from microtome.interventions.evaluation_record import DRAWS as DRAWS
 from microtome.interventions.evaluation_record import EvaluationRecord
@@ -50,6 +51,8 @@ class Evaluation:
         targets: what to achieve.
         neutral: passages for KL and cross-entropy.
         generation: the same in all conditions.
+        neutral_prompt: first tokens of a passage that count as its prompt (half of a short one at most): what gates and
+            edits at "prompt" look at. With 1, edits at "generated" act on every token of it.
         max_tokens: padded tokens of a batch.
         cache: folder of records that are not made again; None keeps none.
     """
@@ -59,6 +62,7 @@ class Evaluation:
     targets: Sequence[Target]
     neutral: Sequence[str]
     generation: Generation = field(default_factory=lambda: Generation(max_new_tokens=32))
+    neutral_prompt: int = 1
     max_tokens: int = MAX_TOKENS
     cache: Path | None = None
 
@@ -66,6 +70,8 @@ class Evaluation:
         if not len(self.prompts) or not len(self.neutral):
             raise ValueError(f"{len(self.prompts)} prompts, {len(self.neutral)} neutral passages: give some of each.")
         names = [target.name for target in self.targets]
+        if self.neutral_prompt < 1:
+            raise ValueError(f"neutral_prompt={self.neutral_prompt}: give 1 token or more.")
         if len(set(names)) < len(names) or not names:
             raise ValueError(f"targets are named {names}: give at least one, each a name of its own.")
 
@@ -75,9 +81,23 @@ class Evaluation:
         return anatomy_of(self.model)
 
     @cached_property
+    def neutral_prompts(self) -> list[int]:
+        """Tokens of each passage that count as its prompt."""
+        source = text_source(list(self.neutral), self.model)
+        assert isinstance(source, TextSource)
+        lengths = [row.length for row in source.encode(0, len(source)).rows]
+        return [max(min(self.neutral_prompt, length // 2), 1) for length in lengths]
+
+    @cached_property
     def clean(self) -> CleanTexts:
         """The neutral text, as the unsteered model takes it."""
-        return CleanTexts.of(self.model, list(self.neutral), anatomy=self.anatomy, max_tokens=self.max_tokens)
+        return CleanTexts.of(
+            self.model,
+            list(self.neutral),
+            prompt_tokens=self.neutral_prompts,
+            anatomy=self.anatomy,
+            max_tokens=self.max_tokens,
+        )
 
     def neutral_effect(self, steering: Steering) -> pd.DataFrame:
         """A row per passage: kl, clean_nll, edited_nll, rows, targets (tokens with a next one)."""
@@ -100,6 +120,7 @@ class Evaluation:
                 "neutral": fingerprint_of(list(self.neutral)),
                 "targets": {target.name: fingerprint_of(target) for target in self.targets},
                 "generation": fingerprint_of(asdict(self.generation)),
+                "neutral_prompt": self.neutral_prompt,
                 "max_tokens": self.max_tokens,
                 "steering": None if steering is None else fingerprint_of(steering),
             }
@@ -181,7 +202,13 @@ class Evaluation:
         """The neutral text under no edit: KL 0, both cross-entropies alike."""
         from microtome.lenses.next_token import text_nll
 
-        found = text_nll(self.model, list(self.neutral), anatomy=self.anatomy, max_tokens=self.max_tokens).per_text()
+        found = text_nll(
+            self.model,
+            list(self.neutral),
+            prompt_tokens=self.neutral_prompts,
+            anatomy=self.anatomy,
+            max_tokens=self.max_tokens,
+        ).per_text()
         nll = found["nats"] / found["tokens"]
         return pd.DataFrame(
             {

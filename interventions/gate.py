@@ -124,7 +124,7 @@ def fit_gate(
         directions: of the condition, by site.
         false_alarms: the largest share of `no` texts that may be steered; then the highest recall is chosen, else the
             best F1.
-        thresholds: how many are tried between the smallest and largest similarity.
+        thresholds: how many are tried at most; they lie between similarities that were met.
 
     Raises:
         ValueError: no texts of a side, no direction, or no threshold within the budget.
@@ -137,7 +137,7 @@ def fit_gate(
     rows = []
     for site, direction in directions.items():
         found = similarity(acts[site].float(), direction.float(), measure).numpy()
-        for threshold in np.linspace(found.min(), found.max(), thresholds):
+        for threshold in _between(found, thresholds):
             for above in (True, False):
                 fires = found > threshold if above else found < threshold
                 hit, alarm = fires[labels].mean(), fires[~labels].mean()
@@ -146,11 +146,21 @@ def fit_gate(
                 rows.append((site, float(threshold), above, float(f1), float(hit), float(alarm)))
     table = pd.DataFrame(rows, columns=["site", "threshold", "above", "f1", "recall", "false_alarms"])
     allowed = table if false_alarms is None else table[table["false_alarms"] <= false_alarms]
-    if allowed.empty:
-        raise ValueError(f"No threshold has false alarms of {false_alarms} or less.")
+    if allowed.empty or not allowed["recall"].max() > 0:
+        raise ValueError(
+            f"No threshold steers any of the texts it should with false alarms of {false_alarms} or less. Allow "
+            "more, or give other directions."
+        )
     best = allowed.loc[allowed["f1" if false_alarms is None else "recall"].idxmax()]
     site = str(best["site"])
     gate = CosineGate(
         site, directions[site].float(), float(best["threshold"]), bool(best["above"]), pooling, measure=measure
     )
     return GateFit(table, gate)
+
+
+def _between(similarities: np.ndarray, most: int) -> np.ndarray:
+    """Middles of neighbouring similarities, and one below all of them."""
+    ordered = np.unique(similarities.astype(float))
+    middles = np.concatenate([[ordered[0] - 1e-3], (ordered[1:] + ordered[:-1]) / 2])
+    return middles[np.unique(np.linspace(0, len(middles) - 1, min(most, len(middles))).round().astype(int))]

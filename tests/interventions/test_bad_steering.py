@@ -95,7 +95,7 @@ BAD = {
     "strengths of other texts": (write(push(), strength=[1.0, 2.0, 3.0]), ValueError, "3 texts for 2 prompts"),
     "position no token meets": (write(push(positions=(60,))), NeverActed, "no token met.*prompts"),
     "token nobody says": (write(push(positions=Tokens((90,), "x"))), NeverActed, "no token met"),
-    "unknown positions": (lambda model: checked_positions("everywhere"), ValueError, "give one of all, prompt"),
+    "unknown positions": (lambda model: checked_positions("everywhere"), ValueError, "give one of all, rest, prompt"),
     "no positions": (lambda model: push(positions=[]), ValueError, "acts nowhere"),
     "fractional positions": (lambda model: checked_positions([1.5]), TypeError, "whole numbers"),
     "no forward": (no_forward, TapNeverFired, r"resid_post\.1"),

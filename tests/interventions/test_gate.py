@@ -6,6 +6,7 @@ import torch
 from steering_steps import BAD, GOOD, noise
 
 from microtome.capture import capture
+from microtome.interventions.contrast import contrast, contrast_rows
 from microtome.interventions.gate import CosineGate, fit_gate, pooled, similarity
 from microtome.interventions.generation import generate
 from microtome.interventions.operations import Add
@@ -120,10 +121,15 @@ def test_the_fitted_gate_fires_as_its_table_says(llama) -> None:
     recall, alarms = fired[:4].mean(), fired[4:].mean()
     assert recall == pytest.approx(row["recall"])
     assert alarms == pytest.approx(row["false_alarms"])
-    strict = fit_gate(llama, GOOD, BAD, {"resid_post.0": noise(D)}, false_alarms=0.0)
+    apart = contrast_rows(llama, GOOD, BAD, ["resid_post.0"], "mean")
+    direction = contrast(llama, apart).vector()
+    strict = fit_gate(llama, GOOD, BAD, {"resid_post.0": direction}, measure="cosine", false_alarms=0.0)
     chosen = strict.table[strict.table["threshold"] == strict.gate.threshold]
     chosen = chosen[chosen["above"] == strict.gate.above].iloc[0]
     assert chosen["false_alarms"] == 0
     assert chosen["recall"] == strict.table[strict.table["false_alarms"] == 0]["recall"].max()
+    assert chosen["recall"] > 0
+    with pytest.raises(ValueError, match="No threshold steers any"):
+        fit_gate(llama, GOOD, [*GOOD, *BAD], {"resid_post.0": direction}, false_alarms=0.0)
     with pytest.raises(ValueError, match="give some of each"):
         fit_gate(llama, GOOD, [], {"resid_post.0": noise(D)})
