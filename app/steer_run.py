@@ -240,7 +240,7 @@ def _made(
             f"{Path(config.model).name}: from {task.names[1]} to {task.names[0]}",
             steer_sections(tables, figures),
             lead=f"{len(bench.prompts)} prompts, {config.tokens} tokens each, at {fits.site}; depth and strength "
-            f"chosen on other prompts and passages, KL up to {config.limit:g} nats. This took {spoken_seconds(seconds)}.",
+            f"chosen on other prompts and passages, KL up to {config.limit:g} nats. It took {spoken_seconds(seconds)}.",
             headline=steer_headline(tables),
             provenance=run.provenance,
             command=f"microtome steer --config {shlex.quote(str(folder.path / 'config.yaml'))}",

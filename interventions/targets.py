@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from microtome.capture.anatomy import Anatomy
@@ -188,6 +187,8 @@ class ProbeScore:
 
         Raises ValueError for texts of one class.
         """
+        from sklearn.metrics import roc_auc_score  # late: importing it draws from Python's random generator
+
         acts = capture(model, table["text"].tolist(), [site], "all", progress=False)
         rows = acts.rows["text"].to_numpy()
         keep = acts.rows["position"].to_numpy() > 0
