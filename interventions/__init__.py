@@ -8,6 +8,7 @@ from microtome.interventions.accuracy_lost import lost_interval as lost_interval
 from microtome.interventions.accuracy_lost import matched_directions as matched_directions
 from microtome.interventions.accuracy_lost import mean_ablation as mean_ablation
 from microtome.interventions.accuracy_lost import projection_means as projection_means
+from microtome.interventions.accuracy_lost import resample_ablation as resample_ablation
 from microtome.interventions.activation_addition import activation_addition as activation_addition
 from microtome.interventions.angular import angle_sweep as angle_sweep
 from microtome.interventions.angular import angular as angular
@@ -17,6 +18,7 @@ from microtome.interventions.caa import Question as Question
 from microtome.interventions.caa import letter_pairs as letter_pairs
 from microtome.interventions.caa import letter_rows as letter_rows
 from microtome.interventions.caa import matching_probability as matching_probability
+from microtome.interventions.concept_edit import concept_edit as concept_edit
 from microtome.interventions.contrast import ContrastRows as ContrastRows
 from microtome.interventions.contrast import contrast as contrast
 from microtome.interventions.contrast import contrast_rows as contrast_rows
@@ -54,6 +56,7 @@ from microtome.interventions.iti import choose_shift as choose_shift
 from microtome.interventions.iti import head_shifts as head_shifts
 from microtome.interventions.ledger import Ledger as Ledger
 from microtome.interventions.ledger import NeverActed as NeverActed
+from microtome.interventions.looping import loop_ranges as loop_ranges
 from microtome.interventions.looping import loop_report as loop_report
 from microtome.interventions.looping import looped as looped
 from microtome.interventions.looping import skipped as skipped
@@ -77,6 +80,7 @@ from microtome.interventions.patching import PatchingPairs as PatchingPairs
 from microtome.interventions.patching import attribution_patching as attribution_patching
 from microtome.interventions.patching import patch_of as patch_of
 from microtome.interventions.patching import patching_table as patching_table
+from microtome.interventions.positions import ByText as ByText
 from microtome.interventions.positions import Tokens as Tokens
 from microtome.interventions.steering import Gate as Gate
 from microtome.interventions.steering import Intervention as Intervention
@@ -96,4 +100,5 @@ from microtome.interventions.trade_off import best_within as best_within
 from microtome.interventions.trade_off import compare_at as compare_at
 from microtome.interventions.trade_off import trade_off_table as trade_off_table
 from microtome.interventions.transport_maps import channel_map as channel_map
+from microtome.interventions.transport_maps import film_of_classes as film_of_classes
 from microtome.interventions.transport_maps import transport_maps as transport_maps
