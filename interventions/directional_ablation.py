@@ -31,6 +31,7 @@ from microtome.capture.models import LoadedModel
 from microtome.interventions.artefact import Artefact, made_on
 from microtome.interventions.contrast import LEAST_GAP
 from microtome.interventions.operations import Add
+from microtome.interventions.positions import Positions
 from microtome.interventions.steering import Intervention, Steering, anatomy_of
 
 WRITERS = ("attn_out", "mixer_out", "mlp_out")
@@ -57,14 +58,17 @@ def ablation(
     *,
     value: float | None = None,
     keep_norm: bool = False,
+    positions: Positions = "all",
     names: tuple[str, str] = ("wanted", "unwanted"),
 ) -> Artefact:
-    """Project a direction (or several) out everywhere, at all tokens.
+    """Project a direction (or several) out everywhere.
 
     Args:
         value: coordinate it is set to in place of 0 (mean ablation), wherever something reads the stream; what blocks
             add is then left alone.
         keep_norm: scale each vector back to its length.
+        positions: "all" as published; "rest" leaves the first token alone, whose massive activations are a sink in many
+            models and may lie along any direction.
     """
     anatomy = anatomy_of(model)
     sites = ablation_sites(anatomy) if value is None else stream_sites(anatomy)
@@ -78,7 +82,7 @@ def ablation(
         method="ablation" if value is None else "mean ablation",
         positive=names[0],
         negative=names[1],
-        positions="all",
+        positions=positions,
         facts=made_on(model),
     )
 

@@ -192,10 +192,14 @@ def _angular(adaptive: bool) -> Callable[[MethodFits], FittedMethod]:
     return fit
 
 
-def _ablation(fits: MethodFits) -> FittedMethod:
-    vector = fits.means([fits.site]).vector()
-    found = ablation(fits.model, vector, names=fits.task.names)
-    return _added("ablation", fits, found, (0.2, 0.4, 0.6, 0.8, 1.0), unit="share taken out", largest=1.0)
+def _ablation(name: str, positions: Positions) -> Callable[[MethodFits], FittedMethod]:
+    def fit(fits: MethodFits) -> FittedMethod:
+        vector = fits.means([fits.site]).vector()
+        found = ablation(fits.model, vector, positions=positions, names=fits.task.names)
+        shares = (0.2, 0.4, 0.6, 0.8, 1.0)
+        return _added(name, fits, found, shares, unit="share taken out", largest=1.0)
+
+    return fit
 
 
 def _controller(name: str, ki: float, kd: float) -> Callable[[MethodFits], FittedMethod]:
@@ -263,7 +267,8 @@ METHODS: dict[str, Callable[[MethodFits], FittedMethod]] = {
     "mean-act": _act("mean"),
     "angular": _angular(False),
     "angular-adaptive": _angular(True),
-    "ablation": _ablation,
+    "ablation": _ablation("ablation", "all"),
+    "ablation-rest": _ablation("ablation, first token left alone", "rest"),
     "p": _controller("P", 0.0, 0.0),
     "pi": _controller("PI", 0.02, 0.0),
     "pid": _controller("PID", 0.02, 0.02),

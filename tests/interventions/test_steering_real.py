@@ -160,7 +160,7 @@ def test_margins_are_those_of_the_sentences(smollm2) -> None:
                 "text": f"Paris is in {country}.",
                 "label": country == "France",
                 "entity": "Paris",
-                "object": country + ".",
+                "object": country,
             }
             for country in ("France", "Japan")
         ]
