@@ -50,6 +50,7 @@ def steer(
     unwanted: Annotated[list[str] | None, _option("unwanted")] = None,
     neutral_file: Annotated[Path | None, _option("neutral_file")] = None,
     random: Annotated[int | None, _option("random")] = None,
+    instruction: Annotated[str | None, _option("instruction")] = None,
     artefact: Annotated[Path | None, _option("artefact")] = None,
     seed: Annotated[int | None, _option("seed")] = None,
     out: Annotated[Path | None, _option("out")] = None,

@@ -52,6 +52,9 @@ class SteerConfig(BaseModel):
         None, description="file of neutral passages (one a line, or a column of texts); books and news if left out"
     )
     random: int = Field(20, ge=0, description="random directions of equal norm, as a control")
+    instruction: str | None = Field(
+        None, min_length=1, description="what one would ask for in words before each prompt, as a control"
+    )
     artefact: Path | None = Field(None, description="folder of a steering vector to use in place of finding one")
     seed: int = Field(0, ge=0, description="seed of the draw, the splits, the controls and the intervals")
     out: Path = Field(Path("runs"), description="folder of runs")

@@ -9,14 +9,16 @@ prompts and of other passages. How a run is stopped, resumed and finished: `run_
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from tqdm.auto import tqdm
 
 from microtome.app.grid_cells import shortened
@@ -35,8 +37,15 @@ from microtome.data.spoken import spoken_seconds
 from microtome.figures.report import html_report
 from microtome.interventions.artefact import Artefact
 from microtome.interventions.contrast import contrast
-from microtome.interventions.controls import covariance_directions, random_directions, sign_flip
+from microtome.interventions.controls import (
+    asked,
+    covariance_directions,
+    random_directions,
+    shuffled_labels,
+    sign_flip,
+)
 from microtome.interventions.evaluation import Evaluation, EvaluationRecord, mean_interval
+from microtome.interventions.matched_effort import effort_of, strength_for_effort
 from microtome.interventions.methods import FittedMethod, MethodFits, depths_to_try, fit_method, methods_named
 from microtome.interventions.steering import Steering, anatomy_of
 from microtome.interventions.steering_task import SteeringTask, neutral_passages
@@ -159,8 +168,10 @@ class _Bench:
         """On the development passages."""
         return float(self.evaluations["dev"].clean.kl(steering.edits(self.model)).kl.mean())
 
-    def record(self, split: str, name: str, steering: Steering | None, **facts: Any) -> EvaluationRecord:
-        found = self.evaluations[split].run(name, steering, facts=facts)
+    def record(
+        self, split: str, name: str, steering: Steering | None, prompts: list[str] | None = None, **facts: Any
+    ) -> EvaluationRecord:
+        found = self.evaluations[split].run(name, steering, prompts=prompts, facts=facts)
         self.bar.set_postfix_str(name[:30])
         self.bar.update()
         return found
@@ -307,18 +318,29 @@ def _best(records: list[EvaluationRecord], target: str, limit: float) -> tuple[E
 
 
 def _controls(bench: _Bench, method: FittedMethod, strength: float, fits: MethodFits) -> list[EvaluationRecord]:
-    """The same push the other way, and along random directions; of vectors alone."""
-    vector, model = method.artefact, bench.model
+    """The same push the other way, elsewhere, from shuffled labels, by feedback, in words, and along random directions.
+
+    Only vectors that are added have them; words need an instruction.
+    """
+    vector, model, config = method.artefact, bench.model, bench.config
+    found = []
+    if config.instruction is not None:
+        words_first = asked(bench.prompts, config.instruction)
+        found.append(bench.record("test", "prompt only", None, words_first, method="prompt only"))
     if vector is None or vector.operation != "add":
-        return []
-    flipped = sign_flip(vector).steering(model, strength=strength)
-    found = [bench.record("test", "sign flip", flipped, method="sign flip", strength=strength)]
-    if not bench.config.random:
         return found
-    drawn = {f"random {n}": one for n, one in enumerate(random_directions(vector, bench.config.random))}
+    others = {"sign flip": sign_flip(vector)} | _elsewhere(vector, model) | _of_shuffled_labels(vector, fits)
+    for name, one in others.items():
+        steering = one.steering(model, strength=strength)
+        found.append(bench.record("test", name, steering, method=name, strength=strength))
+    if config.artefact is None and Site.parse(fits.site).kind == "resid_post":
+        found += _by_feedback(bench, vector.steering(model, strength=strength), fits)
+    if not config.random:
+        return found
+    drawn = {f"random {n}": one for n, one in enumerate(random_directions(vector, config.random))}
     if all(site in fits.rows.activations for site in vector.sites):
         rows = [fits.rows.activations[site] for site in vector.sites]
-        more = covariance_directions(vector, rows, bench.config.random)
+        more = covariance_directions(vector, rows, config.random)
         drawn |= {f"covariance {n}": one for n, one in enumerate(more)}
     words = next((target for target in bench.targets if isinstance(target, AttributeWords)), None)
 
@@ -341,6 +363,49 @@ def _controls(bench: _Bench, method: FittedMethod, strength: float, fits: Method
         steering = drawn[name].steering(model, strength=strength)
         found.append(bench.record("test", name, steering, method=name, strength=strength))
     return found
+
+
+def _elsewhere(vector: Artefact, model: LoadedModel) -> dict[str, Artefact]:
+    """The same vectors a third of the depth away."""
+    layers = anatomy_of(model).layers
+    sites = [Site.parse(site) for site in vector.sites]
+    if any(site.layer is None for site in sites):
+        return {}
+    step = max(layers // 3, 1)
+    moved = [str(replace(site, layer=(int(site.layer or 0) - step) % layers)) for site in sites]
+    return {"wrong layer": vector.moved(moved)}
+
+
+def _of_shuffled_labels(vector: Artefact, fits: MethodFits) -> dict[str, Artefact]:
+    """A mean difference of shuffled labels, as long as the vector; of vectors at one site of the stream."""
+    if len(vector.sites) != 1 or vector.sites[0] not in fits.rows.activations:
+        return {}
+    table = fits.task.contrast
+    order = [*table.index[table["label"]], *table.index[~table["label"]]]  # as the rows are
+    labels = shuffled_labels(table["label"].tolist(), table["group"].tolist(), seed=fits.seed)[order]
+    anew = replace(fits.rows, wanted=torch.tensor(labels.astype(bool)))
+    found = contrast(fits.model, anew, sites=list(vector.sites), positions=vector.positions)
+    unit = found.tensors["vector"] / found.tensors["vector"].norm(dim=-1, keepdim=True)
+    scaled = unit * vector.tensors["vector"].norm(dim=-1, keepdim=True)
+    return {"shuffled labels": found.with_tensors("shuffled labels", vector=scaled)}
+
+
+def _by_feedback(bench: _Bench, steering: Steering, fits: MethodFits) -> list[EvaluationRecord]:
+    """A proportional controller over many depths that pushes as hard on the development passages; none if none can."""
+    passages, method = bench.passages[0], fit_method("p", fits)
+
+    def make() -> pd.DataFrame:
+        effort = effort_of(bench.model, steering, passages, prompt_tokens=2)
+        level = strength_for_effort(method.steer, effort, bench.model, passages, prompt_tokens=2, start=2.0)
+        return pd.DataFrame({"effort": [effort], "level": [level]})
+
+    name = "P at matched effort"
+    try:
+        level = float(kept_table(bench.kept / "searches", name, make)["level"].iloc[0])
+    except ValueError as error:
+        bench.bar.write(f"{name} is left out: {error}", file=sys.stderr)
+        return []
+    return [bench.record("test", name, method.steer(level), method=name, strength=level)]
 
 
 def _tables(

@@ -60,7 +60,7 @@ def flags(settings: dict) -> list[str]:
 
 
 def test_everything_is_measured_printed_and_kept(model, here) -> None:
-    arguments = [model, *flags(SMALL), "--method", "mean", "--method", "iti"]
+    arguments = [model, *flags(SMALL), "--method", "mean", "--method", "iti", "--instruction", "a happy film ."]
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     plain = " ".join(done.stdout.split())
@@ -72,8 +72,10 @@ def test_everything_is_measured_printed_and_kept(model, here) -> None:
     folder = Run.open(path)
     conditions = folder.table("conditions")
     assert conditions["condition"].iloc[0] == "unsteered"
-    assert conditions["control"].sum() == 1 + steer_run.NEAREST
+    assert conditions["control"].sum() == 5 + steer_run.NEAREST
     assert set(conditions["method"].dropna()) >= {"mean", "iti", "sign flip"}
+    controls = conditions.loc[conditions["control"], "condition"]
+    assert {"prompt only", "wrong layer", "shuffled labels", "P at matched effort"} <= set(controls)
     own = conditions[~conditions["control"] & conditions["method"].notna()]
     assert own.groupby("method").size().tolist() == [5, 5]
     assert (own["kl"] > 0).all()
@@ -129,7 +131,9 @@ def test_a_vector_that_is_there_and_prompts_of_ones_own(config, here) -> None:
     )
     texts = found.tables["texts"]
     assert texts[texts["condition"] == "unsteered"]["prompt"].tolist() == ["the cat was", "a film of"]
-    assert found.tables["layers"]["site"].unique().tolist() == ["resid_post.1"]
+    layers = found.tables["layers"].set_index("condition")
+    chosen = found.tables["chosen"].iloc[0]
+    assert layers.loc[f"mean {chosen['strength']:.4g}", "site"] == "resid_post.1"
     settings = yaml.safe_load((found.path / "config.yaml").read_text(encoding="utf-8"))
     assert settings["prompt_file"] == str(here / "mine.txt")
 
@@ -155,7 +159,7 @@ def test_a_stopped_run_goes_on_with_what_it_had(config, here, monkeypatch) -> No
         Evaluation, "_measured", lambda self, name, *rest: again.append(name) or measured(self, name, *rest)
     )
     found = run_steer(settings, progress=False)
-    assert len(again) == 2 + 5 + 5 + 1 + 3 - 6
+    assert len(again) == 2 + 5 + 5 + 4 + 3 - 6
     assert not (here / "runs" / ".x.fits").exists()
     monkeypatch.setattr(Evaluation, "_measured", measured)
     plain = run_steer(settings.model_copy(update={"name": "y"}), progress=False)
