@@ -399,7 +399,7 @@ def _by_feedback(bench: _Bench, steering: Steering, fits: MethodFits) -> list[Ev
         level = strength_for_effort(method.steer, effort, bench.model, passages, prompt_tokens=2, start=2.0)
         return pd.DataFrame({"effort": [effort], "level": [level]})
 
-    name = "P at matched effort"
+    name = "P, equal effort"
     try:
         level = float(kept_table(bench.kept / "searches", name, make)["level"].iloc[0])
     except ValueError as error:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MOST_METHODS = 4  # of a dose-response figure
 SHOWN_TEXTS = 8
 TERMINAL_TEXTS = 3
-SIDE_EFFECTS = ("perplexity", "distinct_2", "repetition", "empty")
+SIDE_EFFECTS = {"perplexity": "perplexity", "distinct_2": "variety", "repetition": "repeats", "empty": "empty"}
 
 
 def targets_of(tables: dict[str, pd.DataFrame]) -> list[str]:
@@ -139,8 +139,8 @@ def print_steer(console: "Console", tables: dict[str, pd.DataFrame]) -> None:
     for number, target in enumerate(targets):  # two intervals fit into a narrow terminal
         column = [_interval(row, f"{target}_gain") for _, row in table.iterrows()]
         (first if number < 2 else second)[said(target)] = column
-    for name in SIDE_EFFECTS:
-        second[name.replace("_", "-")] = table[name].to_numpy()
+    for name, short in SIDE_EFFECTS.items():
+        second[short] = table[name].to_numpy()
     shown(f"Gain over the unsteered model, {count} test prompts (* chosen on development prompts)", first)
     shown("What it costs", second)
     for row in tables["chosen"].itertuples():

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from microtome.app.steer_config import SteerConfig
+from microtome.app.steer_run import run_steer
 from microtome.app.transport_config import TransportConfig
 from microtome.app.transport_run import run_transport
 from microtome.capture import load_model
@@ -15,7 +17,8 @@ FACT = "The capital of France is"
 
 def main(run_path: str = "runs/demo", out: str = "docs/images") -> None:
     """Write the demo's head map, layer curve and report, a fact under the lens, its parts, the heads' roles, and
-    transport between depths and what splices cost (of the README's run, which is made if it is not there)."""
+    transport between depths and what splices cost, and steering by dose and cost (of the README's runs, which are made
+    if they are not there)."""
     run, folder = Run.open(run_path), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("head_map", "layer_curve"):
@@ -34,6 +37,12 @@ def main(run_path: str = "runs/demo", out: str = "docs/images") -> None:
     transport = Run.open(run_transport(TransportConfig(words=(" not", " Paris"))).path)
     for name, figure in (("transport_map", "map_r2_vw"), ("transport_splices", "splices_2")):
         print(write_png(transport.figure(figure), folder / f"{name}.png"))
+
+    asked = "Write something positive and happy:"
+    config = SteerConfig(prompts=40, dev_prompts=20, random=10, site="resid_post.22", instruction=asked)
+    steer = Run.open(run_steer(config).path)
+    for name, figure in (("steer_dose", "dose_0"), ("steer_trade_off", "trade_off_word_odds")):
+        print(write_png(steer.figure(figure), folder / f"{name}.png"))
 
 
 if __name__ == "__main__":

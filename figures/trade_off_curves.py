@@ -22,6 +22,7 @@ def trade_off_curves(
 
     table: method, strength, target and side effect, with intervals (`<target>_low`, `_high`) where there are; where
     `control` is True a row is drawn as a grey mark, others as lines from the unsteered model (strength 0 or NaN) on.
+    Controls that cost more than any of the lines shows are triangles at the edge; hovering tells their place.
 
     Raises KeyError for a missing column, ValueError for a table without a method.
     """
@@ -37,15 +38,23 @@ def trade_off_curves(
         raise ValueError("the table has no row of a method with a strength: nothing to draw.")
     figure = go.Figure()
     marks = table[control]
+    edge = 1.1 * max(float(rest[side_effect].max()), limit or 0.0)
     if len(marks):
+        beyond = marks[side_effect] > edge
         figure.add_scatter(
-            x=marks[side_effect],
+            x=marks[side_effect].clip(upper=edge),
             y=marks[target],
             mode="markers",
-            marker={"color": GREY, "size": 7, "symbol": "x-thin", "line": {"width": 1.5, "color": GREY}},
+            marker={
+                "color": GREY,
+                "size": 8,
+                "symbol": ["triangle-right" if is_far else "x-thin" for is_far in beyond],
+                "line": {"width": 1.5, "color": GREY},
+            },
             name="controls",
+            customdata=marks[side_effect],
             hovertext=[plain(name) for name in marks["method"]],
-            hovertemplate="%{hovertext}<br>%{x:.3f}, %{y:.3f}<extra></extra>",
+            hovertemplate="%{hovertext}<br>%{customdata:.3f}, %{y:.3f}<extra></extra>",
         )
     for number, method in enumerate(methods):
         rows = pd.concat([zero, rest[rest["method"] == method]]).sort_values(side_effect)
@@ -73,11 +82,12 @@ def trade_off_curves(
         )
     if limit is not None:
         figure.add_vline(x=limit, line={"color": NULL, "dash": "dash", "width": 1.4})
+    words = f"{said(target)} against {said(side_effect)}" if title is None else title
     figure.update_layout(
         template=LIGHT,
-        title={"text": plain(title if title is not None else f"{said(target)} against {said(side_effect)}")},
+        title={"text": plain(words[0].upper() + words[1:])},
         height=480,
-        xaxis={"title": {"text": said(side_effect)}, "rangemode": "tozero"},
+        xaxis={"title": {"text": said(side_effect)}, "range": [-0.02 * edge, 1.02 * edge]},
         yaxis={"title": {"text": said(target)}},
     )
     return figure

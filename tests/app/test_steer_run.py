@@ -75,7 +75,7 @@ def test_everything_is_measured_printed_and_kept(model, here) -> None:
     assert conditions["control"].sum() == 5 + steer_run.NEAREST
     assert set(conditions["method"].dropna()) >= {"mean", "iti", "sign flip"}
     controls = conditions.loc[conditions["control"], "condition"]
-    assert {"prompt only", "wrong layer", "shuffled labels", "P at matched effort"} <= set(controls)
+    assert {"prompt only", "wrong layer", "shuffled labels", "P, equal effort"} <= set(controls)
     own = conditions[~conditions["control"] & conditions["method"].notna()]
     assert own.groupby("method").size().tolist() == [5, 5]
     assert (own["kl"] > 0).all()
