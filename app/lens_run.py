@@ -8,7 +8,6 @@ that and the curves are of the others.
 """
 
 import hashlib
-import os
 import re
 import shlex
 import time
@@ -23,10 +22,10 @@ import pandas as pd
 from microtome.app.drawn_texts import drawn_texts
 from microtome.app.kept_fits import made_once
 from microtome.app.lens_config import LensConfig
+from microtome.app.repeatable import repeatable
 from microtome.app.run_folder import RunFolder
 from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.models import LoadedModel, load_model
-from microtome.data.catalogue import DATA_SETS
 from microtome.data.runs import Run
 from microtome.data.spoken import spoken_seconds
 from microtome.figures.lens_curves import lens_curves
@@ -69,7 +68,10 @@ def run_lens(config: LensConfig, *, progress: bool = True, say: Any = print) -> 
         settings,
         lambda: load_model(config.model),
         lambda model: _made(config, model, table, facts, folder, settings, progress),
-        lambda model: _finished(folder, settings, model),
+        lambda model: LensRun(
+            folder.path,
+            folder.finished_tables(settings, model=config.model, weights=model.provenance.weight_sha256),
+        ),
         say,
     )
 
@@ -108,7 +110,7 @@ def _made(
             tables["early_exit"] = early_exits(statistics, seed=config.seed).table
     if tuned is not None and config.fit_tuned:
         tables["training"] = tuned.history
-    run = Run.create(kept, folder.path.name, _repeatable(config), seed=config.seed, overwrite=True)
+    run = Run.create(kept, folder.path.name, repeatable(config, "tuned", "out"), seed=config.seed, overwrite=True)
     seconds = time.perf_counter() - started
     run.record(model=model.provenance.to_dict(), data=facts, seconds=round(seconds, 3))
     for name, table in tables.items():
@@ -324,20 +326,3 @@ def _compared(config: LensConfig, facts: dict) -> dict:
     tuned = None if config.tuned is None else config.tuned.expanduser() / FACTS
     held = file_fingerprint(tuned) if tuned is not None and tuned.is_file() else None if tuned is None else str(tuned)
     return settings | {"tuned": held, "data": facts.get("name"), "texts_sha256": facts.get("table_sha256")}
-
-
-def _repeatable(config: LensConfig) -> LensConfig:
-    paths = {name: getattr(config, name) for name in ("tuned", "out")}
-    absolute: dict[str, Any] = {
-        name: Path(os.path.abspath(path.expanduser())) for name, path in paths.items() if path is not None
-    }
-    if config.data is not None and config.data not in DATA_SETS:
-        absolute["data"] = str(Path(config.data).expanduser().absolute())
-    return config.model_copy(update=absolute)
-
-
-def _finished(folder: RunFolder, settings: dict, model: LoadedModel) -> LensRun:
-    """The run that is there. FileExistsError if it was made with other settings, texts or weights."""
-    folder.require_same(settings, model=settings["model"], weights=model.provenance.weight_sha256)
-    run = Run.open(folder.path)
-    return LensRun(folder.path, {name: run.table(name) for name in run.tables})

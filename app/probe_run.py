@@ -8,7 +8,6 @@ files are (by hash), wherever these lie.
 """
 
 import json
-import os
 import shlex
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from microtome.app.grid_cells import label_name, shortened
 from microtome.app.grid_labels import grid_label
 from microtome.app.probe_config import ProbeConfig
+from microtome.app.repeatable import repeatable
 from microtome.app.run_folder import RunFolder
 from microtome.app.sweep_words import print_best, sweep_headline, sweep_sections
 from microtome.capture import Store
@@ -133,7 +133,13 @@ def _probed(config: ProbeConfig, folder: RunFolder, settings: dict, console: Any
         )
         if leaks:
             lead += f" Beware: {said_leaks(leaks)}"
-        run = Run.create(folder.kept, folder.path.name, _repeatable(config), seed=config.seed, overwrite=True)
+        run = Run.create(
+            folder.kept,
+            folder.path.name,
+            repeatable(config, "features", "rows", "out"),
+            seed=config.seed,
+            overwrite=True,
+        )
         run.record(features=activations.provenance, label=label.says, seconds=result.provenance["seconds"])
         _write(run, folder.path, result, lead, f"{config.features.stem}: {label_name(config.of_label)}")
         folder.finish(run, settings)
@@ -163,13 +169,6 @@ def _write(run: Run, path: Path, result: Sweep, lead: str, title: str) -> None:
 def _default_name(config: ProbeConfig) -> str:
     parts = (shortened(config.features.stem), label_name(config.of_label), shortened(config.method or ""))
     return "--".join(part for part in parts if part)
-
-
-def _repeatable(config: ProbeConfig) -> ProbeConfig:
-    """The settings with absolute paths, which mean the same wherever they are read."""
-    paths = {name: getattr(config, name) for name in ("features", "rows", "out")}
-    absolute = {name: Path(os.path.abspath(path.expanduser())) for name, path in paths.items() if path is not None}
-    return config.model_copy(update=absolute)
 
 
 def _compared(config: ProbeConfig, name: str) -> dict:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from filelock import FileLock, Timeout
 
 from microtome.app.machine import can_write
@@ -78,6 +79,12 @@ class RunFolder:
             raise FileExistsError(
                 f"{model} has changed since {self.path} was made with it: other weights. {_OTHER_NAME}"
             )
+
+    def finished_tables(self, settings: Mapping[str, Any], *, model: str, weights: str) -> dict[str, pd.DataFrame]:
+        """Tables of the run that is there, by name. FileExistsError as `require_same`."""
+        self.require_same(settings, model=model, weights=weights)
+        run = Run.open(self.path)
+        return {name: run.table(name) for name in run.tables}
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ Depth and strength are chosen on development prompts and passages, under a limit
 prompts and of other passages. How a run is stopped, resumed and finished: `run_folder.py`.
 """
 
-import os
 import shlex
 import sys
 import time
@@ -18,20 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from tqdm.auto import tqdm
 
 from microtome.app.grid_cells import shortened
 from microtome.app.kept_fits import kept_table, made_once
+from microtome.app.repeatable import contents_of, repeatable
 from microtome.app.run_folder import RunFolder
 from microtome.app.steer_config import SteerConfig
 from microtome.app.steer_data import lines_of, steering_task_of
-from microtome.app.steer_words import steer_figures, steer_headline, steer_sections
-from microtome.capture.fingerprint import file_fingerprint
+from microtome.app.steer_words import condition_of, steer_figures, steer_headline, steer_sections
 from microtome.capture.generated import Generation
 from microtome.capture.models import LoadedModel, load_model
 from microtome.capture.sites import Site
-from microtome.data.catalogue import DATA_SETS
 from microtome.data.runs import Run
 from microtome.data.spoken import spoken_seconds
 from microtome.figures.report import html_report
@@ -41,24 +38,28 @@ from microtome.interventions.controls import (
     asked,
     covariance_directions,
     random_directions,
-    shuffled_labels,
     sign_flip,
 )
 from microtome.interventions.evaluation import Evaluation, EvaluationRecord, mean_interval
 from microtome.interventions.matched_effort import effort_of, strength_for_effort
-from microtome.interventions.methods import FittedMethod, MethodFits, depths_to_try, fit_method, methods_named
+from microtome.interventions.methods import (
+    FittedMethod,
+    MethodFits,
+    depths_to_try,
+    fit_method,
+    methods_named,
+    strength_at_limit,
+    strengths_about,
+    strengths_tried,
+)
 from microtome.interventions.steering import Steering, anatomy_of
 from microtome.interventions.steering_task import SteeringTask, neutral_passages
-from microtome.interventions.strength_search import search_strength
 from microtome.interventions.targets import AttributeWords, ProbeScore, Target, VaderScore
 from microtome.interventions.trade_off import best_within, trade_off_table
 
-SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the strength at the limit
-SHARES_BELOW = (0.2, 0.4, 0.6, 0.8, 1.0)  # of the largest strength, where the limit is out of reach
 LEAST_FOR_PROBE = 20  # texts of either class
 NEUTRAL_PROMPT = 8  # tokens by which a gate decides on a neutral passage
 NEAREST = 3  # random directions that are let write
-SHOWN_TEXTS = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,10 @@ def run_steer(config: SteerConfig, *, progress: bool = True, say: Any = print) -
         settings,
         lambda: load_model(config.model),
         lambda model: _made(config, model, task, facts, folder, settings, progress),
-        lambda model: _finished(folder, settings, model),
+        lambda model: SteerRun(
+            folder.path,
+            folder.finished_tables(settings, model=config.model, weights=model.provenance.weight_sha256),
+        ),
         say,
     )
 
@@ -122,11 +126,10 @@ class _Bench:
 
     @cached_property
     def probe_site(self) -> str:
-        """About the middle of the depths, and never where is steered."""
-        layers = anatomy_of(self.model).layers
-        middle = layers // 2
+        """About the middle of the depths, and another than that of the settings."""
+        middle = anatomy_of(self.model).layers // 2
         steered = None if self.config.site is None else Site.parse(self.config.site).layer
-        return f"resid_post.{middle if middle != steered else max(middle - 1, 0) if middle else 0}"
+        return f"resid_post.{max(middle - 1, 0) if middle == steered else middle}"
 
     @cached_property
     def targets(self) -> list[Target]:
@@ -181,30 +184,16 @@ class _Bench:
         if self.config.strengths:
             return self.config.strengths
 
-        def make() -> pd.DataFrame:
-            start = min(method.strengths[2], method.largest)
-            found = search_strength(
-                lambda strength: self.kl(method.steer(strength)),
-                self.config.limit,
-                start=start,
-                largest=min(16 * start, method.largest),
-                tolerance=0.1,
-                most=9,
-            )
-            return found.table.assign(found=found.strength, is_reached=found.is_reached)
-
-        table = kept_table(self.kept / "searches", name, make)
+        table = kept_table(self.kept / "searches", name, lambda: strengths_tried(method, self.kl, self.config.limit))
         self.tables["strengths"] = pd.concat(
             [self.tables.get("strengths"), table.rename(columns={"side_effect": "kl"}).assign(method=name)]
         )
-        top = float(table["found"].iloc[0])
-        if not top:
+        if not strength_at_limit(table):
             raise ValueError(
                 f"{name}: even the weakest strength tried has a KL above {self.config.limit:g} nats. Allow more "
                 "(--limit), or name strengths (--strength)."
             )
-        shares = SHARES if bool(table["is_reached"].iloc[0]) else SHARES_BELOW
-        return tuple(top * share for share in shares)
+        return strengths_about(table)
 
 
 def _made(
@@ -219,23 +208,27 @@ def _made(
     started = time.perf_counter()
     with tqdm(desc="conditions", unit="", disable=not progress) as bar:
         bench = _Bench(config, model, task, folder.kept, bar)
-        fits = MethodFits(model, task, _site(bench), positions=config.positions, seed=config.seed)
+        fits = _fits(bench)
         methods = _methods(bench, fits)
         base = {split: bench.record(split, "unsteered", None) for split in ("dev", "test")}
-        rows, development, records, controls, chosen = [], [], [], [], {}
+        rows, development, records = [], [], []
         for name, method in methods.items():
             strengths = bench.strengths(name, method)
             tried = _tried(bench, "dev", name, method, strengths, fits.site)
             development += tried
             best, is_within = _best(tried, bench.targets[0].name, config.limit)
-            chosen[name] = float(best.facts["strength"])
-            found = _tried(bench, "test", name, method, strengths, fits.site)
-            records += found
-            rows.append({"method": name, "strength": chosen[name], "unit": method.unit, "within_limit": is_within})
-        first = next(iter(methods))
-        controls = _controls(bench, methods[first], chosen[first], fits)
+            records += _tried(bench, "test", name, method, strengths, fits.site)
+            strength = float(best.facts["strength"])
+            rows.append({"method": name, "strength": strength, "unit": method.unit, "within_limit": is_within})
+        controls = _controls(bench, next(iter(methods.values())), rows[0]["strength"], fits)
     tables = _tables(bench, base, records, development, controls, pd.DataFrame(rows))
-    run = Run.create(folder.kept, folder.path.name, _repeatable(config), seed=config.seed, overwrite=True)
+    run = Run.create(
+        folder.kept,
+        folder.path.name,
+        repeatable(config, "out", "artefact", "prompt_file", "neutral_file"),
+        seed=config.seed,
+        overwrite=True,
+    )
     seconds = time.perf_counter() - started
     run.record(model=model.provenance.to_dict(), data=facts, site=fits.site, seconds=round(seconds, 3))
     for name, table in tables.items():
@@ -261,15 +254,15 @@ def _made(
     return SteerRun(folder.path, tables)
 
 
-def _site(bench: _Bench) -> str:
-    """The site of the settings, or the depth that moves the first target most at the limit, on development prompts."""
+def _fits(bench: _Bench) -> MethodFits:
+    """Of the settings' site, or of the depth that moves the first target most at the limit, on development prompts."""
     config, model = bench.config, bench.model
+    fits = MethodFits(model, bench.task, "resid_post.0", positions=config.positions, seed=config.seed)
     if config.site is not None:
         anatomy_of(model).expand(config.site)
-        return str(Site.parse(config.site))
+        return fits.at(config.site)
     if config.artefact is not None:
-        return Artefact.load(config.artefact).sites[0]
-    fits = MethodFits(model, bench.task, "resid_post.0", positions=config.positions, seed=config.seed)
+        return fits.at(Artefact.load(config.artefact).sites[0])
     found = []
     good = [site for site in depths_to_try(model, fits.rows, 5) if site != bench.probe_site]
     for site in good or [site for site in fits.rows.sites if site != bench.probe_site]:
@@ -284,7 +277,7 @@ def _site(bench: _Bench) -> str:
     name = bench.targets[0].name
     best = str(table.loc[table[name].idxmax(), "site"])
     bench.tables["depths"] = table.assign(chosen=table["site"] == best)
-    return best
+    return fits.at(best)
 
 
 def _at_strength(artefact: Artefact, model: LoadedModel) -> Callable[[float], Steering]:
@@ -305,7 +298,9 @@ def _tried(
     bench: _Bench, split: str, name: str, method: FittedMethod, strengths: tuple[float, ...], site: str
 ) -> list[EvaluationRecord]:
     return [
-        bench.record(split, f"{name} {strength:.4g}", method.steer(strength), method=name, strength=strength, site=site)
+        bench.record(
+            split, condition_of(name, strength), method.steer(strength), method=name, strength=strength, site=site
+        )
         for strength in strengths
     ]
 
@@ -377,17 +372,10 @@ def _elsewhere(vector: Artefact, model: LoadedModel) -> dict[str, Artefact]:
 
 
 def _of_shuffled_labels(vector: Artefact, fits: MethodFits) -> dict[str, Artefact]:
-    """A mean difference of shuffled labels, as long as the vector; of vectors at one site of the stream."""
+    """Where the vector has one site, of the stream."""
     if len(vector.sites) != 1 or vector.sites[0] not in fits.rows.activations:
         return {}
-    table = fits.task.contrast
-    order = [*table.index[table["label"]], *table.index[~table["label"]]]  # as the rows are
-    labels = shuffled_labels(table["label"].tolist(), table["group"].tolist(), seed=fits.seed)[order]
-    anew = replace(fits.rows, wanted=torch.tensor(labels.astype(bool)))
-    found = contrast(fits.model, anew, sites=list(vector.sites), positions=vector.positions)
-    unit = found.tensors["vector"] / found.tensors["vector"].norm(dim=-1, keepdim=True)
-    scaled = unit * vector.tensors["vector"].norm(dim=-1, keepdim=True)
-    return {"shuffled labels": found.with_tensors("shuffled labels", vector=scaled)}
+    return {"shuffled labels": fits.of_shuffled_labels(vector)}
 
 
 def _by_feedback(bench: _Bench, steering: Steering, fits: MethodFits) -> list[EvaluationRecord]:
@@ -419,7 +407,7 @@ def _tables(
     all_of = trade_off_table([*records, *controls], base["test"])
     names = {record.name for record in controls}
     all_of.insert(1, "control", all_of["condition"].isin(names))
-    picked = [f"{row.method} {row.strength:.4g}" for row in chosen.itertuples()]
+    picked = [condition_of(row.method, row.strength) for row in chosen.itertuples()]
     told = all_of.set_index("condition").loc[picked].reset_index(drop=True)
     shown = [name for name in told if name not in ("method", "strength", "site", "positions", "control")]
     shown_records = {record.name: record for record in [base["test"], *records, *controls]}
@@ -446,29 +434,6 @@ def _compared(config: SteerConfig, facts: dict) -> dict:
     settings = config.model_dump(
         mode="json", exclude={"out", "name", "data", "artefact", "prompt_file", "neutral_file"}
     )
-    for name in ("prompt_file", "neutral_file"):
-        path = getattr(config, name)
-        settings[name] = None if path is None else file_fingerprint(path.expanduser())
-    given = config.artefact
-    settings["artefact"] = (
-        None if given is None else [file_fingerprint(file) for file in sorted(given.expanduser().iterdir())]
-    )
+    for name in ("artefact", "prompt_file", "neutral_file"):
+        settings[name] = contents_of(getattr(config, name))
     return settings | {"data": facts["name"], "tables_sha256": facts["tables_sha256"]}
-
-
-def _repeatable(config: SteerConfig) -> SteerConfig:
-    absolute: dict[str, Any] = {}
-    for name in ("out", "artefact", "prompt_file", "neutral_file"):
-        path = getattr(config, name)
-        if path is not None:
-            absolute[name] = Path(os.path.abspath(path.expanduser()))
-    if config.data not in DATA_SETS:
-        absolute["data"] = str(Path(config.data).expanduser().absolute())
-    return config.model_copy(update=absolute)
-
-
-def _finished(folder: RunFolder, settings: dict, model: LoadedModel) -> SteerRun:
-    """The run that is there. FileExistsError if it was made with other settings, texts or weights."""
-    folder.require_same(settings, model=settings["model"], weights=model.provenance.weight_sha256)
-    run = Run.open(folder.path)
-    return SteerRun(folder.path, {name: run.table(name) for name in run.tables})

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from microtome.app.console_table import print_frame
 from microtome.figures.dose_response import dose_response, said
 from microtome.figures.report import Section
 from microtome.figures.trade_off_curves import trade_off_curves
@@ -15,6 +16,11 @@ MOST_METHODS = 4  # of a dose-response figure
 SHOWN_TEXTS = 8
 TERMINAL_TEXTS = 3
 SIDE_EFFECTS = {"perplexity": "perplexity", "distinct_2": "variety", "repetition": "repeats", "empty": "empty"}
+
+
+def condition_of(method: str, strength: float) -> str:
+    """Name of a method's condition at a strength."""
+    return f"{method} {strength:.4g}"
 
 
 def targets_of(tables: dict[str, pd.DataFrame]) -> list[str]:
@@ -102,7 +108,7 @@ def side_by_side(tables: dict[str, pd.DataFrame], count: int) -> pd.DataFrame:
     found = texts[texts["condition"] == "unsteered"][["text", "prompt", "completion"]].head(count)
     found = found.rename(columns={"completion": "unsteered"})
     for row in tables["chosen"].itertuples():
-        name = f"{row.method} {row.strength:.4g}"
+        name = condition_of(row.method, row.strength)
         steered = texts[texts["condition"] == name][["text", "completion"]].rename(columns={"completion": name})
         found = found.merge(steered, on="text")
     return found.drop(columns="text")
@@ -110,18 +116,9 @@ def side_by_side(tables: dict[str, pd.DataFrame], count: int) -> pd.DataFrame:
 
 def print_steer(console: "Console", tables: dict[str, pd.DataFrame]) -> None:
     """The tables that fit into a terminal, and some of what was written."""
-    from rich import box
-    from rich.table import Table
 
     def shown(title: str, frame: pd.DataFrame) -> None:
-        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-        for column in frame:
-            is_text = not pd.api.types.is_numeric_dtype(frame[column])
-            table.add_column(str(column), justify="left" if is_text else "right", no_wrap=True)
-        for row in frame.itertuples(index=False):
-            table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row))
-        console.print(title, markup=False)
-        console.print(table)
+        print_frame(console, title, frame, lambda value: f"{value:.3g}" if isinstance(value, float) else str(value))
 
     targets = targets_of(tables)
     if "depths" in tables:
@@ -131,7 +128,7 @@ def print_steer(console: "Console", tables: dict[str, pd.DataFrame]) -> None:
             "Depths on development prompts (* chosen)", _named(tables["depths"][columns].assign(site=marked), targets)
         )
     table = tables["conditions"]
-    picked = {f"{row.method} {row.strength:.4g}" for row in tables["chosen"].itertuples()}
+    picked = {condition_of(row.method, row.strength) for row in tables["chosen"].itertuples()}
     names = [name + (" *" if name in picked else "") for name in table["condition"]]
     count = int(tables["texts"]["text"].nunique())
     first, second = (pd.DataFrame({"condition": names}) for _ in range(2))

@@ -7,7 +7,6 @@ How a run is stopped, resumed and finished: `run_folder.py`. Documents are divid
 number that is told is of the test documents.
 """
 
-import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -24,14 +23,13 @@ from torch import Tensor
 from microtome.app.drawn_texts import drawn_texts
 from microtome.app.grid_cells import shortened
 from microtome.app.kept_fits import made_once
+from microtome.app.repeatable import contents_of, repeatable
 from microtome.app.run_folder import RunFolder
 from microtome.app.transport_config import TransportConfig
 from microtome.app.transport_words import transport_figures, transport_sections
 from microtome.capture.dissect import dissect
-from microtome.capture.fingerprint import file_fingerprint
 from microtome.capture.models import LoadedModel, load_model
 from microtome.capture.sites import Site
-from microtome.data.catalogue import DATA_SETS
 from microtome.data.runs import Run
 from microtome.data.spoken import spoken_seconds
 from microtome.figures.report import html_report
@@ -91,7 +89,10 @@ def run_transport(config: TransportConfig, *, progress: bool = True, say: Any = 
         settings,
         lambda: load_model(config.model),
         lambda model: _made(config, model, table, facts, folder, settings, progress),
-        lambda model: _finished(folder, settings, model),
+        lambda model: TransportRun(
+            folder.path,
+            folder.finished_tables(settings, model=config.model, weights=model.provenance.weight_sha256),
+        ),
         say,
     )
 
@@ -148,7 +149,9 @@ def _made(
             progress=progress,
         )
         tables["splices"] = effects.to_frame()
-    run = Run.create(kept, folder.path.name, _repeatable(config), seed=config.seed, overwrite=True)
+    run = Run.create(
+        kept, folder.path.name, repeatable(config, "out", "dictionary", "directions"), seed=config.seed, overwrite=True
+    )
     seconds = time.perf_counter() - started
     counts = moments.counts()
     tables["tokens"] = counts
@@ -352,30 +355,5 @@ def _compared(config: TransportConfig, facts: dict) -> dict:
     """What makes two runs the same but the model's weights: the settings, with contents of files for their places."""
     settings = config.model_dump(mode="json", exclude={"out", "name", "data", "dictionary", "directions"})
     for name in ("dictionary", "directions"):
-        path = getattr(config, name)
-        settings[name] = None if path is None else _contents(path.expanduser())
+        settings[name] = contents_of(getattr(config, name))
     return settings | {"data": facts.get("name"), "texts_sha256": facts.get("table_sha256")}
-
-
-def _contents(path: Path) -> str | list[str]:
-    if path.is_file():
-        return file_fingerprint(path)
-    return [f"{file.name} {file_fingerprint(file)}" for file in sorted(path.iterdir()) if file.is_file()]
-
-
-def _repeatable(config: TransportConfig) -> TransportConfig:
-    absolute: dict[str, Any] = {}
-    for name in ("out", "dictionary", "directions"):
-        path = getattr(config, name)
-        if path is not None:
-            absolute[name] = Path(os.path.abspath(path.expanduser()))
-    if config.data not in DATA_SETS:
-        absolute["data"] = str(Path(config.data).expanduser().absolute())
-    return config.model_copy(update=absolute)
-
-
-def _finished(folder: RunFolder, settings: dict, model: LoadedModel) -> TransportRun:
-    """The run that is there. FileExistsError if it was made with other settings, texts or weights."""
-    folder.require_same(settings, model=settings["model"], weights=model.provenance.weight_sha256)
-    run = Run.open(folder.path)
-    return TransportRun(folder.path, {name: run.table(name) for name in run.tables})

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from microtome.app.console_table import print_frame
 from microtome.figures.carried_features import carried_features
 from microtome.figures.layer_pairs import layer_pairs
 from microtome.figures.origin_curves import origin_curves
@@ -124,18 +125,9 @@ def transport_sections(tables: dict[str, pd.DataFrame], figures: dict[str, Any])
 
 def print_transport(console: "Console", tables: dict[str, pd.DataFrame]) -> None:
     """The tables that fit into a terminal."""
-    from rich import box
-    from rich.table import Table
 
-    def shown(title: str, frame: pd.DataFrame, digits: int = 3) -> None:
-        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-        for column in frame:
-            left = frame[column].dtype == object or pd.api.types.is_string_dtype(frame[column])
-            table.add_column(str(column), justify="left" if left else "right", no_wrap=True)
-        for row in frame.itertuples(index=False):
-            table.add_row(*(_said(value, digits) for value in row))
-        console.print(title, markup=False)
-        console.print(table)
+    def shown(title: str, frame: pd.DataFrame) -> None:
+        print_frame(console, title, frame, _said)
 
     near = tables["by_distance"].astype({"distance": int})
     near = near.iloc[np.unique(np.linspace(0, len(near) - 1, SHOWN_DISTANCES).round().astype(int))]
@@ -194,7 +186,7 @@ def _appears(target: str, name: str, rows: pd.DataFrame) -> dict[str, object]:
     return said | ({} if low is None else {"random directions": f"[{low:.2f}, {high:.2f}]"})
 
 
-def _said(value: object, digits: int) -> str:
+def _said(value: object, digits: int = 3) -> str:
     if not isinstance(value, float):
         return str(value)
     is_count = value.is_integer() and abs(value) >= 2

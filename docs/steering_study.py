@@ -15,8 +15,7 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 from lens_study import show, smollm2
 from sklearn.metrics import roc_auc_score
 
+from microtome.app.kept_fits import kept_table
 from microtome.capture.collect import capture
 from microtome.capture.generated import Generation
 from microtome.capture.sites import Site
@@ -40,19 +40,27 @@ from microtome.interventions.accuracy_lost import (
     projection_means,
 )
 from microtome.interventions.artefact import Artefact
-from microtome.interventions.contrast import ContrastRows, contrast, contrast_rows, direction_cosines, separation
+from microtome.interventions.contrast import ContrastRows, contrast, direction_cosines, separation
 from microtome.interventions.controls import (
     asked,
     covariance_directions,
     random_directions,
-    shuffled_labels,
     sign_flip,
 )
 from microtome.interventions.evaluation import Evaluation, EvaluationRecord, mean_interval
-from microtome.interventions.looping import loop_ranges, loop_report, skipped
+from microtome.interventions.looping import effect_on, loop_ranges, loop_report, skipped
 from microtome.interventions.lora_split import LoraSplit
 from microtome.interventions.matched_effort import effort_of, strength_for_effort
-from microtome.interventions.methods import METHODS, FittedMethod, MethodFits, depths_to_try, fit_method
+from microtome.interventions.methods import (
+    METHODS,
+    FittedMethod,
+    MethodFits,
+    depths_to_try,
+    fit_method,
+    strength_at_limit,
+    strengths_about,
+    strengths_tried,
+)
 from microtome.interventions.multiple_choice import Choices
 from microtome.interventions.operations import Add
 from microtome.interventions.positions import Tokens
@@ -66,7 +74,6 @@ from microtome.interventions.steering_task import (
     shards_of_groups,
     split_task,
 )
-from microtome.interventions.strength_search import search_strength
 from microtome.interventions.targets import AttributeWords, ProbeScore, VaderScore
 from microtome.interventions.trade_off import compare_at, trade_off_table
 from microtome.lenses.next_token import CleanTexts
@@ -74,23 +81,12 @@ from microtome.lenses.next_token import CleanTexts
 FOLDER = Path("runs/steering_study")
 LIMIT = 0.25  # nats of KL a token on neutral text
 PROBE_SITE = "resid_post.14"
-SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the strength at the limit
-SHARES_BELOW = (0.2, 0.4, 0.6, 0.8, 1.0)  # of the largest strength, where the limit is out of reach
 TOKENS = 32
 GATED = 8  # tokens of a neutral passage by which a gate decides
 TARGETS = ("independent_probe", "vader_same_source", "word_odds")
 
 
-def kept(name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-    """A table that is made once."""
-    file = FOLDER / "tables" / f"{name}.parquet"
-    if not file.is_file():
-        table = make()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(".part")
-        table.to_parquet(scratch)
-        scratch.replace(file)
-    return pd.read_parquet(file)
+kept = partial(kept_table, FOLDER / "tables")
 
 
 @cache
@@ -177,36 +173,25 @@ def base(split: str = "test") -> EvaluationRecord:
     return record("unsteered", lambda: None, split)
 
 
-def calibrated(name: str, fitted: Callable[[], FittedMethod]) -> tuple[float, ...]:
-    """Five strengths about the one whose KL on development passages is the limit."""
-
-    def make() -> pd.DataFrame:
-        one = fitted()
-        start = min(one.strengths[2], one.largest)
-        found = search_strength(
-            lambda s: dev_kl(one.steer(s)),
-            LIMIT,
-            start=start,
-            largest=min(16 * start, one.largest),
-            tolerance=0.1,
-            most=9,
-        )
-        return found.table.assign(found=found.strength, is_reached=found.is_reached)
-
-    table = kept(f"strength {name}", make)
-    shares = SHARES if bool(table["is_reached"].iloc[0]) else SHARES_BELOW
-    return tuple(float(table["found"].iloc[0]) * share for share in shares)
+def calibrated(name: str, fitted: Callable[[], FittedMethod]) -> pd.DataFrame:
+    """The search for the strength whose KL on development passages is the limit."""
+    return kept(f"strength {name}", lambda: strengths_tried(fitted(), dev_kl, LIMIT))
 
 
 def at_limit(name: str, fitted: Callable[[], FittedMethod]) -> float:
     """The strength at the limit (the largest, where it is out of reach)."""
-    return calibrated(name, fitted)[3 if bool(kept(f"strength {name}", pd.DataFrame)["is_reached"].iloc[0]) else 4]
+    return strength_at_limit(calibrated(name, fitted))
 
 
 @cache
+def captured() -> MethodFits:
+    """What methods of the sentiment task share."""
+    return MethodFits(smollm2(), task(), "resid_post.0")
+
+
 def rows() -> ContrastRows:
     """The stream behind every block at the last token of the contrast's texts."""
-    return contrast_rows(smollm2(), task().texts(True), task().texts(False))
+    return captured().rows
 
 
 @cache
@@ -233,9 +218,8 @@ def site() -> str:
 @cache
 def fits() -> MethodFits:
     """Of the chosen depth."""
-    found = MethodFits(smollm2(), task(), site())
-    found.__dict__["rows"] = rows()
-    return found
+    rows()  # captured once, for every depth
+    return captured().at(site())
 
 
 def fitted(name: str) -> FittedMethod:
@@ -253,7 +237,7 @@ def curve(name: str) -> list[EvaluationRecord]:
             strength=strength,
             site=site(),
         )
-        for strength in calibrated(name, lambda: fitted(name))
+        for strength in strengths_about(calibrated(name, lambda: fitted(name)))
     ]
 
 
@@ -279,6 +263,12 @@ def methods() -> None:
         figure.write_html(FOLDER / f"{target}.html", include_plotlyjs="directory")
     single = [fitted(name).artefact for name in ("mean", "whitened", "pca", "logistic")]
     show("Cosines of directions", direction_cosines([one for one in single if one is not None], site()).reset_index())
+
+
+def brief(records: Sequence[EvaluationRecord]) -> pd.DataFrame:
+    """Gains with intervals over the unsteered model, and what they cost."""
+    gains = [f"{name}_gain{end}" for name in TARGETS for end in ("", "_low", "_high")]
+    return trade_off_table(records, base())[["condition", "kl", "effort", *gains, "perplexity", "repetition"]]
 
 
 def scored(name: str, steerings: dict[str, Callable[[], Steering]]) -> pd.DataFrame:
@@ -326,16 +316,11 @@ def controls() -> None:
         some = kinds[kinds["kind"] == kind]
         nearest = some.loc[(some["kl"] - own).abs().sort_values().index[:3], "condition"]
         records += [record(f"control {name}", named[name], method=kind, strength=strength) for name in nearest]
-    labels = shuffled_labels(task().contrast["label"].to_numpy(), task().contrast["group"].tolist())
-    order = np.r_[np.flatnonzero(task().contrast["label"]), np.flatnonzero(~task().contrast["label"])]
-    anew = replace(rows(), wanted=torch.tensor(labels[order].astype(bool)))
-    shuffled = contrast(model, anew, sites=[site()])
-    same = shuffled.tensors["vector"] * (mean.raw_norm / shuffled.raw_norm)[:, None]  # pyright: ignore
     layer = Site.parse(site()).layer or 0
     elsewhere = f"resid_post.{layer - 8}"
     conditions: dict[str, Callable[[], Steering | None]] = {
         "sign flip": steer(sign_flip(mean)),
-        "shuffled labels": steer(shuffled.with_tensors("shuffled", vector=same)),
+        "shuffled labels": steer(fits().of_shuffled_labels(mean)),
         f"the vector at {elsewhere}": steer(mean.moved(elsewhere)),
     }
     records += [record(f"control {name}", one, method=name, strength=strength) for name, one in conditions.items()]
@@ -353,11 +338,7 @@ def controls() -> None:
         record("control P at matched effort", lambda: fitted("p").steer(level), method="P, matched", strength=level)
     )
     mine = record(f"mean {strength:.4g}", steer(mean), method="mean", strength=strength, site=site())
-    found = trade_off_table([mine, *records], base())
-    found.to_parquet(FOLDER / "tables" / "controls.parquet")
-    columns = ["condition", "kl", "effort"]
-    columns += [f"{name}_gain{end}" for name in TARGETS for end in ("", "_low", "_high")]
-    show("Controls, written", found[[*columns, "perplexity", "repetition"]])
+    show("Controls, written", brief([mine, *records]))
 
 
 def positions() -> None:
@@ -375,9 +356,7 @@ def positions() -> None:
         )
         for where in ("generated", "last", "all", "prompt")
     ]
-    found = trade_off_table(records, base())
-    columns = ["condition", "kl", *(f"{name}_gain{end}" for name in TARGETS for end in ("", "_low", "_high"))]
-    show("The same push at other tokens", found[[*columns, "perplexity", "repetition"]])
+    show("The same push at other tokens", brief(records))
     same = (records[0].texts["completion"] == records[1].texts["completion"]).mean()
     print(f"\n`last` with a cache writes what `generated` writes in {same:.0%} of texts")
 
@@ -401,8 +380,7 @@ def heads() -> None:
     nearest = table.iloc[1:].loc[(table["kl"].iloc[1:] - table["kl"].iloc[0]).abs().sort_values().index[:2]]
     records = [record(f"iti {strength:.4g}", lambda: fitted("iti").steer(strength), method="iti")]
     records += [record(f"iti {name}", drawn[name], method=name) for name in nearest["condition"]]
-    columns = ["condition", "kl", *(f"{name}_gain{end}" for name in TARGETS for end in ("", "_low", "_high"))]
-    show("Written", trade_off_table(records, base())[[*columns, "perplexity"]])
+    show("Written", brief(records))
 
 
 @cache
@@ -545,12 +523,10 @@ def lora() -> None:
 
     def reads() -> pd.DataFrame:
         test = reviews("test", 300)
-        acts = capture(model, test["text"].tolist(), [inner], "mean", progress=False)
-        scores = split.scores(acts[inner].flatten(1))
+        x = capture(model, test["text"].tolist(), [inner], "mean", progress=False)[inner].flatten(1)
         labels = test["label"].astype(bool).to_numpy()
-        own = split.auroc(acts[inner].flatten(1), labels)
-        others = noise(20, scores.shape[0] and acts[inner].flatten(1).shape[1])
-        drawn = [roc_auc_score(labels, (acts[inner].flatten(1) @ one).numpy()) for one in others]
+        own = split.auroc(x, labels)
+        drawn = [roc_auc_score(labels, (x @ one).numpy()) for one in noise(20, x.shape[1])]
         every = capture(model, test["text"].tolist(), [inner], "all", progress=False)[inner].flatten(1)
         tokens = split.scores(every)
         return pd.DataFrame(
@@ -586,8 +562,7 @@ def lora() -> None:
             method="random writer",
         ),
     ]
-    columns = ["condition", "kl", *(f"{name}_gain{end}" for name in TARGETS for end in ("", "_low", "_high"))]
-    show("Written", trade_off_table(records, base())[[*columns, "perplexity"]])
+    show("Written", brief(records))
 
 
 def _trained_update() -> pd.DataFrame:
@@ -628,12 +603,10 @@ def loops() -> None:
     layers = anatomy_of(model).layers
 
     def skips() -> pd.DataFrame:
-        clean, found = dev_clean(), []
+        clean, found = dev_clean().run(), []
         for layer in range(layers):
             with skipped(model, layer):
-                frame = clean.compared().to_frame()
-            added = float((frame["edited_nll"] - frame["clean_nll"]).mean())
-            found.append({"layer": layer, "kl": frame["kl"].mean(), "cross_entropy_added": added})
+                found.append({"layer": layer, **effect_on(clean)})
         return pd.DataFrame(found)
 
     show("Each block left out: KL and cross-entropy added, nats a token", kept("skips", skips))

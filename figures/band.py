@@ -1,4 +1,4 @@
-"""An interval along a line, drawn as a band."""
+"""Intervals along a line, drawn as a band or as arms of its points."""
 
 from typing import Any
 
@@ -24,3 +24,12 @@ def band(
         hoverinfo="skip",
         **{"showlegend": "name" in shown, **shown},
     )
+
+
+def arms(rows: pd.DataFrame, value: str, **shown: Any) -> dict[str, Any] | None:
+    """Error bars of a column from `<value>_low` and `<value>_high`; None where the table lacks one. shown: Plotly's
+    options, such as width."""
+    if not {f"{value}_low", f"{value}_high"} <= set(rows.columns):
+        return None
+    above, below = rows[f"{value}_high"] - rows[value], rows[value] - rows[f"{value}_low"]
+    return {"type": "data", "symmetric": False, "array": above.tolist(), "arrayminus": below.tolist(), **shown}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 import plotly.graph_objects as go
 
+from microtome.figures.band import arms
 from microtome.figures.theme import BLUE, GREEN, GREY, LIGHT, MIDPOINT, ORANGE, PINK, label_of, plain
 
 _COLOURS = (BLUE, ORANGE, GREEN, PINK)
@@ -30,20 +31,10 @@ def growth_curve(
     figure = go.Figure()
     for site, colour in zip(sites, _COLOURS, strict=False):
         rows = table[table["site"] == site].sort_values("groups")
-        arms = None
-        if f"{value}_low" in table.columns and f"{value}_high" in table.columns:
-            arms = {
-                "type": "data",
-                "symmetric": False,
-                "array": (rows[f"{value}_high"] - rows[value]).tolist(),
-                "arrayminus": (rows[value] - rows[f"{value}_low"]).tolist(),
-                "thickness": 1.2,
-                "width": 3,
-            }
         figure.add_scatter(
             x=rows["groups"].tolist(),
             y=rows[value].tolist(),
-            error_y=arms,
+            error_y=arms(rows, value, thickness=1.2, width=3),
             mode="lines+markers",
             line={"color": colour, "width": 2},
             name=plain(site),

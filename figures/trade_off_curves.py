@@ -3,6 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
+from microtome.figures.band import arms
 from microtome.figures.dose_response import said
 from microtome.figures.theme import BLUE, GREEN, GREY, LIGHT, NULL, ORANGE, PINK, plain
 
@@ -59,20 +60,10 @@ def trade_off_curves(
     for number, method in enumerate(methods):
         rows = pd.concat([zero, rest[rest["method"] == method]]).sort_values(side_effect)
         colour = _COLOURS[number % len(_COLOURS)]
-        arms = None
-        if f"{target}_low" in rows.columns:
-            arms = {
-                "type": "data",
-                "symmetric": False,
-                "array": (rows[f"{target}_high"] - rows[target]).tolist(),
-                "arrayminus": (rows[target] - rows[f"{target}_low"]).tolist(),
-                "thickness": 0.8,
-                "width": 0,
-            }
         figure.add_scatter(
             x=rows[side_effect],
             y=rows[target],
-            error_y=arms,
+            error_y=arms(rows, target, thickness=0.8, width=0),
             mode="lines+markers",
             line={"color": colour, "width": 2, "dash": _DASHES[number // len(_COLOURS) % len(_DASHES)]},
             marker={"size": 6},

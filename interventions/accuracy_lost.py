@@ -21,7 +21,7 @@ from torch import Tensor
 from microtome.capture.collect import capture
 from microtome.capture.live_taps import EditContext
 from microtome.capture.models import LoadedModel
-from microtome.interventions.operations import Project
+from microtome.interventions.operations import Project, call_of
 from microtome.interventions.positions import Positions, Tokens
 from microtome.interventions.steering import Intervention, Steering
 from microtome.lenses.documents import document_draws
@@ -135,9 +135,7 @@ class Resample:
 
     def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
         """Towards the drawn coordinates."""
-        call = None if at is None else at.call
-        if call is None:
-            raise ValueError("Resample needs to know texts and positions: use it through Steering.")
+        call = call_of(at, "Resample")
         mixed = (call.texts.to(x.device)[:, None] + 1) * 2654435761 + (call.positions.to(x.device) + 1) * 40503
         drawn = ((mixed + self.seed * 69069) % 2147483647 * 48271 % 2147483647) % len(self.pool)
         unit = self.direction.to(x)

@@ -11,6 +11,7 @@ import torch
 from microtome.capture.collect import capture
 from microtome.capture.models import LoadedModel
 from microtome.capture.sites import Site
+from microtome.interventions.operations import call_of
 from microtome.interventions.steering import Intervention, Steering
 
 
@@ -67,5 +68,7 @@ class FrontAddition:
 
     def delta(self, x, weight, at):
         """Nothing beyond the last vector."""
-        places = (at.call.positions.to(x.device) - self.first).clamp(0, len(self.vectors) - 1)
+        places = (call_of(at, "Activation addition").positions.to(x.device) - self.first).clamp(
+            0, len(self.vectors) - 1
+        )
         return weight * self.vectors.to(x)[places]

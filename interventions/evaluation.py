@@ -36,7 +36,7 @@ from microtome.interventions.read_back import read_back
 from microtome.interventions.steering import Steering, anatomy_of
 from microtome.interventions.targets import Target, Written
 from microtome.interventions.text_measures import text_measures
-from microtome.lenses.next_token import CleanTexts
+from microtome.lenses.next_token import CleanTexts, text_nll
 
 MEASURED_ON = "measured_on"
 
@@ -200,8 +200,6 @@ class Evaluation:
 
     def _untouched(self) -> pd.DataFrame:
         """The neutral text under no edit: KL 0, both cross-entropies alike."""
-        from microtome.lenses.next_token import text_nll
-
         found = text_nll(
             self.model,
             list(self.neutral),

@@ -57,7 +57,7 @@ class Ledger:
     """
 
     names: tuple[str, ...] = ()
-    _noted: list["_Change"] = field(default_factory=list)
+    _noted: list[_Change] = field(default_factory=list)
     _rows: list[tuple[Site, str, int, tuple[int, ...], Tensor, Tensor]] = field(default_factory=list)
     _acted: set[str] = field(default_factory=set)
 

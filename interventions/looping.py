@@ -114,12 +114,11 @@ def loop_report(
         with looped(model, first, stop, repeats, weighting, on_state=note), torch.no_grad():
             ids = model.require_tokenizer()(text, return_tensors="pt")["input_ids"]
             model.module(input_ids=ids.to(end.weight.device))
-    with looped(model, first, stop, repeats, weighting):
-        found = clean.compared()
     if not tokens:
         raise ValueError("No text has two tokens: there is nothing behind the first. Give longer texts.")
+    with looped(model, first, stop, repeats, weighting):
+        effect = effect_on(clean)
     layers = anatomy_of(model).layers
-    frame = found.to_frame()
     return pd.DataFrame(
         {
             "repeat": range(1, repeats + 1),
@@ -128,10 +127,19 @@ def loop_report(
             "residual": sums[:, 1] / tokens / np.abs(weights),
             "lens_kl": sums[:, 2] / tokens,
             "forwards": 1 + (repeats - 1) * (stop - first) / layers,
-            "kl": frame["kl"].mean(),
-            "cross_entropy_added": (frame["edited_nll"] - frame["clean_nll"]).mean(),
+            **effect,
         }
     )
+
+
+def effect_on(clean: CleanTexts) -> dict[str, float]:
+    """kl to the clean model and cross_entropy_added, nats a token, of the model as it runs in the open context.
+
+    Beware: the clean pass (`clean.run()`) has to be over before the context opens.
+    """
+    frame = clean.compared().to_frame()
+    added = frame["edited_nll"] - frame["clean_nll"]
+    return {"kl": float(frame["kl"].mean()), "cross_entropy_added": float(added.mean())}
 
 
 def loop_ranges(
@@ -159,14 +167,13 @@ def loop_ranges(
     rows = []
     for first in chosen:
         with looped(model, first, first + length, repeats, weighting):
-            frame = clean.compared().to_frame()
+            effect = effect_on(clean)
         rows.append(
             {
                 "first": first,
                 "stop": first + length,
                 "forwards": 1 + (repeats - 1) * length / layers,
-                "kl": frame["kl"].mean(),
-                "cross_entropy_added": (frame["edited_nll"] - frame["clean_nll"]).mean(),
+                **effect,
             }
         )
     return pd.DataFrame(rows)

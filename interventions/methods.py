@@ -6,11 +6,12 @@ fitted.steer(2.0)          the steering; strength is in the method's own unit (c
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from microtome.capture.models import LoadedModel
@@ -20,6 +21,7 @@ from microtome.interventions.angular import angular
 from microtome.interventions.artefact import Artefact
 from microtome.interventions.contrast import ContrastRows, contrast, contrast_rows, separation
 from microtome.interventions.controllers import controlled, open_loop
+from microtome.interventions.controls import shuffled_labels
 from microtome.interventions.directional_ablation import ablation
 from microtome.interventions.gate import fit_gate
 from microtome.interventions.head_rows import HeadRows, head_rows
@@ -27,10 +29,13 @@ from microtome.interventions.iti import HeadShifts, head_shifts
 from microtome.interventions.positions import Positions
 from microtome.interventions.steering import Steering, anatomy_of
 from microtome.interventions.steering_task import SteeringTask
+from microtome.interventions.strength_search import search_strength
 from microtome.interventions.transport_maps import transport_maps
 
 HEADS = 48
 NONLINEAR_TOKENS = 4
+SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)  # of the strength at the limit
+SHARES_BELOW = (0.2, 0.4, 0.6, 0.8, 1.0)  # of the largest strength, where the limit is out of reach
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +108,25 @@ class MethodFits:
         layers = anatomy_of(self.model).layers
         first = max(min(self.layer, layers - 1) - layers // 3, 0)
         return [f"resid_post.{layer}" for layer in range(first, self.layer + 1)]
+
+    def at(self, site: str) -> "MethodFits":
+        """The same at another site; what was captured is shared."""
+        found = replace(self, site=str(Site.parse(site)), kept={})
+        for name in ("rows", "heads", "heads_of_several"):  # of all sites
+            if name in vars(self):
+                vars(found)[name] = vars(self)[name]
+        return found
+
+    def of_shuffled_labels(self, vector: Artefact) -> Artefact:
+        """A control: the mean difference at the vector's sites of labels shuffled between groups, as long as it."""
+        table = self.task.contrast
+        order = [*table.index[table["label"]], *table.index[~table["label"]]]  # as the rows are
+        labels = shuffled_labels(table["label"].tolist(), table["group"].tolist(), seed=self.seed)[order]
+        anew = replace(self.rows, wanted=torch.tensor(labels.astype(bool)))
+        found = contrast(self.model, anew, sites=list(vector.sites), positions=vector.positions)
+        unit = found.tensors["vector"] / found.tensors["vector"].norm(dim=-1, keepdim=True)
+        scaled = unit * vector.tensors["vector"].norm(dim=-1, keepdim=True)
+        return found.with_tensors("shuffled labels", vector=scaled)
 
     def shifts(self, rows: HeadRows, probe: str) -> HeadShifts:
         """Heads ranked by a probe."""
@@ -297,6 +321,32 @@ def fit_method(name: str, fits: MethodFits) -> FittedMethod:
             torch.manual_seed(fits.seed)
             fits.kept[name] = METHODS[name](fits)
     return fits.kept[name]
+
+
+def strengths_tried(method: FittedMethod, kl: Callable[[Steering], float], limit: float) -> pd.DataFrame:
+    """A search for the strength whose KL is the limit: a row per strength, with `side_effect`; in every row what was
+    `found`, and whether the limit `is_reached`."""
+    start = min(method.strengths[2], method.largest)
+    found = search_strength(
+        lambda strength: kl(method.steer(strength)),
+        limit,
+        start=start,
+        largest=min(16 * start, method.largest),
+        tolerance=0.1,
+        most=9,
+    )
+    return found.table.assign(found=found.strength, is_reached=found.is_reached)
+
+
+def strength_at_limit(tried: pd.DataFrame) -> float:
+    """What `strengths_tried` found: at the limit, or the largest where that is out of reach; 0 if none is within it."""
+    return float(tried["found"].iloc[0])
+
+
+def strengths_about(tried: pd.DataFrame) -> tuple[float, ...]:
+    """Five strengths about the one that was found."""
+    shares = SHARES if bool(tried["is_reached"].iloc[0]) else SHARES_BELOW
+    return tuple(strength_at_limit(tried) * share for share in shares)
 
 
 def depths_to_try(model: LoadedModel, rows: ContrastRows, count: int = 4) -> list[str]:

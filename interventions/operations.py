@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from microtome.capture.forward_call import ForwardCall
 from microtome.capture.live_taps import EditContext
 from microtome.kernels.residual_feedback import feedback_delta
 
@@ -42,6 +43,14 @@ class Operation(Protocol):
     ) -> Float[Tensor, "batch token *head d"]:
         """What is added to x; 0 where weight is 0."""
         ...
+
+
+def call_of(at: EditContext | None, name: str) -> ForwardCall:
+    """The running forward. Raises ValueError where there is none, naming the operation that asks."""
+    call = None if at is None else at.call
+    if call is None:
+        raise ValueError(f"{name} needs to know texts and positions: use it through Steering.")
+    return call
 
 
 def _vector(value: object, name: str, *, may_be_zero: bool = False) -> Tensor:
@@ -269,9 +278,7 @@ class Swap:
         return self.basis
 
     def delta(self, x: Tensor, weight: Tensor, at: EditContext | None) -> Tensor:
-        call = None if at is None else at.call
-        if call is None:
-            raise ValueError("Swap needs to know texts and positions: use it through Steering.")
+        call = call_of(at, "Swap")
         texts, positions = call.texts[:, None].expand(x.shape[:2]), call.positions
         n_texts, n_positions = self.values.shape[:2]
         if int(texts.max()) >= n_texts:

@@ -58,7 +58,7 @@ def test_rows_are_the_letters_own(lettered) -> None:
         contrast(model, rows, sites=["resid_pre.0"])
     # what comes behind the letter has no part in it
     longer = [pair.prompt + pair.matching + ") what is it" for pair in pairs]
-    alone = capture(model, longer, ["resid_post.1"], [len(x.prompt) and -5 for x in pairs], progress=False)
+    alone = capture(model, longer, ["resid_post.1"], [-5] * len(pairs), progress=False)
     torch.testing.assert_close(alone["resid_post.1"], rows.activations["resid_post.1"][:4], rtol=1e-4, atol=1e-5)
     assert rows.differences("resid_post.1").shape == (4, 32)
 

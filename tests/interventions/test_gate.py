@@ -67,8 +67,7 @@ def test_texts_that_meet_it_are_steered_and_no_others(llama, pooling, use_cache)
 def test_a_gate_that_never_opens_is_the_unsteered_model(llama) -> None:
     gate = CosineGate("resid_post.0", noise(D), 2.0)
     steering = Steering([*gated(gate), *gated(None, strength=0.0)])
-    for edits in (steering.edits(llama),):
-        found = capture(llama, TEXTS, ["logits"], "last", edits=edits, progress=False)["logits"]
+    found = capture(llama, TEXTS, ["logits"], "last", edits=steering.edits(llama), progress=False)["logits"]
     assert torch.equal(found, capture(llama, TEXTS, ["logits"], "last", progress=False)["logits"])
 
 

@@ -1,11 +1,22 @@
 """Every method by name: it fits and steers, strength 0 is the model to the bit, and fits are shared and repeatable."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
 
 from microtome.interventions.generation import generate
-from microtome.interventions.methods import METHODS, MethodFits, depths_to_try, fit_method
+from microtome.interventions.methods import (
+    METHODS,
+    FittedMethod,
+    MethodFits,
+    depths_to_try,
+    fit_method,
+    strength_at_limit,
+    strengths_about,
+    strengths_tried,
+)
 from microtome.interventions.steering import steered
 from microtome.interventions.steering_task import split_task
 
@@ -122,3 +133,34 @@ def test_depths_are_spread_over_where_the_classes_differ(llama, fits):
     assert len(sites) == 2
     assert sites == sorted(sites)
     assert set(sites) <= set(fits.rows.sites)
+
+
+def test_another_site_shares_what_was_captured(fits) -> None:
+    other = fits.at("resid_post.2")
+    assert other.layer == 2
+    assert fit_method("mean", other).artefact.sites == ("resid_post.2",)
+    assert other.rows is fits.rows
+    assert other.kept is not fits.kept
+
+
+def test_shuffled_labels_give_a_vector_as_long_as_the_one_they_doubt(fits) -> None:
+    vector = fits.means(["resid_post.1"])
+    found = fits.of_shuffled_labels(vector)
+    assert found.sites == vector.sites
+    assert float(found.vector().norm()) == pytest.approx(float(vector.vector().norm()), rel=1e-5)
+    assert float(torch.cosine_similarity(found.vector(), vector.vector(), dim=0)) < 0.9
+
+
+def test_strengths_lie_about_the_limit_or_below_the_largest(fits) -> None:
+    def squared(steering) -> float:
+        (one,) = steering
+        return float(one.strength) ** 2
+
+    free = FittedMethod("free", fit_method("mean", fits).steer, (0.5, 1.0, 2.0, 3.0, 4.0))
+    tried = strengths_tried(free, squared, 9.0)
+    assert strength_at_limit(tried) == pytest.approx(3.0, rel=0.06)
+    assert strengths_about(tried) == pytest.approx([3 * share for share in (0.25, 0.5, 0.75, 1, 1.5)], rel=0.06)
+    bound = replace(free, largest=1.0)
+    tried = strengths_tried(bound, squared, 9.0)
+    assert not tried["is_reached"].any()
+    assert strengths_about(tried) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])

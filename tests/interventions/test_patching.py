@@ -42,17 +42,16 @@ def test_everything_recovers_all_and_nothing_none(llama, pairs) -> None:
 
 def test_directions_of_a_basis_add_up_to_the_whole(llama, pairs) -> None:
     basis = torch.linalg.qr(noise(D, D)).Q.T
-    site, total = "resid_post.1", torch.zeros(())
-    reads = ["resid_post.1"]
+    site = "resid_post.1"
 
     def moved(directions):
         steering = patch_of(llama, pairs, [site], directions=directions)
         acts = capture(
-            llama, pairs.corrupted, reads, "all", edits=steering.edits(llama), add_special_tokens=False, progress=False
+            llama, pairs.corrupted, [site], "all", edits=steering.edits(llama), add_special_tokens=False, progress=False
         )
         return acts[site]
 
-    start = capture(llama, pairs.corrupted, reads, "all", add_special_tokens=False, progress=False)[site]
+    start = capture(llama, pairs.corrupted, [site], "all", add_special_tokens=False, progress=False)[site]
     whole = moved(None) - start
     total = sum(moved({site: row[None]}) - start for row in basis)
     torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-4)
